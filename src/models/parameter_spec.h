@@ -1,0 +1,37 @@
+// What a model declares about each of its parameters: names, shapes, initial values, update rule.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace marrow {
+
+// A tensor as the Hugging Face Hub names it.
+struct HubTensor {
+  std::string name;            // "model.layers.3.mlp.experts.7.down_proj.weight"
+  std::vector<int64_t> shape;  // row-major
+  int64_t elements() const {
+    int64_t n = 1;
+    for (const int64_t size : shape) n *= size;
+    return n;
+  }
+};
+
+enum class UpdateRule { kAdamW, kMuon };  // kMuon: a matrix; under AdamW both rules are AdamW
+enum class InitKind { kNormal, kConstant };
+
+// One tensor of the engine. It is the row-major concatenation of its `parts`, so that q, k and v,
+// or the experts of a layer, are one product for the GPU and many tensors for the Hub.
+struct ParameterSpec {
+  std::string name;            // "layers.3.qkv": unique, what the model file asks for
+  std::vector<int64_t> shape;  // of this rank's part: [E/ep, 2I, H] for experts
+  std::vector<HubTensor> parts;
+  bool expert = false;  // sharded over dp×cp instead of dp×cp×ep
+  UpdateRule rule = UpdateRule::kMuon;
+  bool decay = true;  // weight decay acts on it
+  InitKind init = InitKind::kNormal;
+  float init_value = 0.02f;      // standard deviation, or the constant
+  int64_t matrices_per_part = 1; // logical matrices (Muon's unit) in a part that stacks several
+};
+
+}  // namespace marrow
