@@ -1,0 +1,33 @@
+// Lines for people: on the console, and in a run's log file.
+#pragma once
+#include <cstdio>
+#include <string>
+#include <string_view>
+
+namespace marrow {
+
+// Writes to standard error (so that --json keeps standard output clean) and, once `open_file` was
+// called, to a file with time stamps.
+class Logger {
+ public:
+  Logger() = default;
+  ~Logger();
+  Logger(const Logger&) = delete;
+  Logger& operator=(const Logger&) = delete;
+
+  void open_file(const std::string& path);  // appends
+  void set_quiet(bool quiet) { quiet_ = quiet; }  // file only, warnings excepted
+  void info(std::string_view line);
+  void warn(std::string_view line);  // "warning: …"
+  // A line that replaces the previous progress line on a terminal. Where standard error is no
+  // terminal it is printed as a line of its own. Not written to the file.
+  void progress(std::string_view line);
+
+ private:
+  void write(std::string_view line, bool show);
+  std::FILE* file_ = nullptr;
+  bool quiet_ = false;
+  bool progress_shown_ = false;
+};
+
+}  // namespace marrow

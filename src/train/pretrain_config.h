@@ -1,0 +1,99 @@
+// RUN.toml, read strictly: every key, its type, range and default in one place.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace marrow {
+
+enum class BalanceMode { kNone, kMicro, kSequence, kGlobal, kBias };
+enum class LearningRateSchedule { kWsd, kCosine, kConstant };
+enum class OptimizerName { kAdamW, kMuon };
+enum class Recompute { kNone, kCheap, kLayer };
+enum class TrainDtype { kBf16, kFp32 };
+enum class TrainDevice { kCpu, kGpu };
+enum class PipelineSchedule { kDualPipeV, kOneFOneB };
+enum class ShardMode { kStep, kLayer };
+
+struct DataSource {
+  std::string path;     // corpus prefix
+  double weight = 1.0;  // share of the sequences, before normalising
+};
+
+struct PretrainConfig {
+  struct Model {
+    std::string config;     // path of a Hugging Face config.json
+    std::string init_from;  // checkpoint or Hugging Face folder; "" = random
+  } model;
+  struct Data {
+    std::vector<DataSource> train;
+    std::vector<std::string> validation;
+    int64_t seq_len = 1024;
+    int64_t validate_every = 0;  // steps; 0 = only after the last step
+    int64_t validate_sequences = 64;
+    bool mask_documents = false;
+  } data;
+  struct MeshSizes {  // 0 = "auto": what the other dimensions leave
+    int64_t pp = 1, dp = 0, cp = 1, ep = 1;
+    int64_t replicate = 1;
+    ShardMode shard = ShardMode::kStep;
+    PipelineSchedule schedule = PipelineSchedule::kDualPipeV;
+  } mesh;
+  struct Train {
+    int64_t steps = 0;
+    int64_t global_batch = 0;  // sequences
+    int64_t micro_batch = 1;   // sequences
+    int64_t seed = 0;
+    TrainDevice device = TrainDevice::kCpu;  // resolved: a GPU where there is one
+    TrainDtype dtype = TrainDtype::kFp32;    // resolved: bf16 on a GPU
+    bool deterministic = false;
+    Recompute recompute = Recompute::kCheap;
+    bool overlap = true;
+    int64_t skip_nonfinite = 0;  // steps with a non-finite gradient to skip before stopping
+    int64_t cpu_threads = 0;     // 0 = cores / ranks
+  } train;
+  struct Optimizer {
+    OptimizerName name = OptimizerName::kAdamW;
+    double lr = 0.0;
+    LearningRateSchedule schedule = LearningRateSchedule::kWsd;
+    int64_t warmup_steps = 0;
+    int64_t decay_steps = 0;  // wsd: the last steps fall linearly; cosine: length of the fall
+    double min_lr = 0.0;      // absolute
+    double beta1 = 0.9, beta2 = 0.95, eps = 1e-8;
+    double muon_momentum = 0.95;
+    double weight_decay = 0.1;
+    double clip_norm = 1.0;  // 0 = no clipping
+    TrainDtype state_dtype = TrainDtype::kFp32;
+  } optimizer;
+  struct Router {
+    BalanceMode balance = BalanceMode::kGlobal;
+    double coef = -1.0;  // < 0: the model's router_aux_loss_coef, else 1e-3
+    double z_loss = 0.0;
+    bool forced = false;  // routes tokens evenly whatever the logits: for speed measurements
+  } router;
+  struct Checkpoint {
+    std::string dir;    // default: LOG_DIR/checkpoints
+    int64_t every = 0;  // steps; 0 = only the last step
+    int64_t keep = 2;   // newest complete ones kept; 0 = all
+    bool async = true;
+    bool resume = true;
+  } checkpoint;
+  struct Log {
+    std::string dir;  // default: runs/ + the config's file name
+    int64_t every = 1;
+    std::vector<int64_t> trace;  // steps to trace
+    bool memory_trace = false;
+    double watchdog_seconds = 600;
+  } log;
+};
+
+// Reads `path` with `overrides` ("train.steps=10", values in TOML) applied after it. `have_gpu`
+// resolves the defaults of device and dtype. Relative paths stay relative to the working folder.
+// Errors (kUsage): file:line:column, the key, the nearest valid key or the valid range.
+PretrainConfig read_pretrain_config(const std::string& path,
+                                    const std::vector<std::string>& overrides, bool have_gpu);
+
+// The resolved config as TOML that read_pretrain_config reads back to the same values.
+std::string to_toml(const PretrainConfig& config);
+
+}  // namespace marrow
