@@ -1,0 +1,35 @@
+// Causal grouped-query attention over sequences, documents and windows.
+#pragma once
+#include "ops/pch.h"
+
+namespace marrow {
+
+// How [T] flattened tokens, T = sequences · seq_len, attend: row i sees keys
+// [max(document start, i − window + 1), i].
+struct AttentionLayout {
+  int64_t sequences = 1;
+  int64_t seq_len = 0;
+  // Cumulative token offsets of documents, 0 and T included, ascending (equal neighbours allowed);
+  // every multiple of seq_len must be one of them. Empty: each sequence is one document.
+  std::vector<int32_t> document_offsets;
+  int64_t window = 0;  // keys a row sees, itself included; 0 = no limit
+};
+
+// softmax(q kᵀ · scale) v → [T, Hq, Dv]. Hq is a multiple of Hkv; head h reads k/v head h·Hkv/Hq.
+// Inputs fp32 or bf16 with contiguous last dimension; any token and head stride. On the GPU: bf16
+// by cuDNN, or by ATen's flash kernels with documents, a window or `deterministic` (cuDNN's
+// backward is not); flash needs Dv = D. fp32 on the GPU is a plain composition, for tests.
+at::Tensor attention(const at::Tensor& q,  // [T, Hq, D]
+                     const at::Tensor& k,  // [T, Hkv, D]
+                     const at::Tensor& v,  // [T, Hkv, Dv]
+                     const AttentionLayout& layout, double scale, bool deterministic = false);
+
+// One new token per sequence against a cache that already holds its key and value: → [B, Hq, Dv].
+// Sequence b sees keys [max(0, lengths[b] − window), lengths[b]). No gradient.
+at::Tensor attention_decode(const at::Tensor& q,        // [B, Hq, D]
+                            const at::Tensor& k_cache,  // [B, L, Hkv, D]
+                            const at::Tensor& v_cache,  // [B, L, Hkv, Dv]
+                            const at::Tensor& lengths,  // [B] int32 or int64
+                            double scale, int64_t window = 0);
+
+}  // namespace marrow

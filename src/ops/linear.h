@@ -1,0 +1,19 @@
+// x·Wᵀ + b, with the weight gradient put off.
+#pragma once
+#include "ops/parameter.h"
+#include "ops/weight_grad_queue.h"
+
+namespace marrow {
+
+// → [T, N] for x [T, K] and weight [N, K], same dtype (fp32 or bf16). The backward returns dx at
+// once and pushes the task weight.grad += dYᵀ·x (fp32, beta = 1) where weight.grad is defined;
+// bias.grad ([N]) is in the same task. It runs only where x requires a gradient. `queue` must
+// outlive the backward. Saves x.
+at::Tensor linear(const at::Tensor& x, const Parameter& weight, WeightGradQueue& queue,
+                  const Parameter* bias = nullptr);
+
+// grad [N, K] fp32 += dyᵀ·x for dy [T, N] and x [T, K]; on the GPU bf16 inputs accumulate into fp32
+// in the product itself.
+void accumulate_weight_grad(const at::Tensor& grad, const at::Tensor& dy, const at::Tensor& x);
+
+}  // namespace marrow

@@ -1,0 +1,12 @@
+// The gated activation of feed-forward layers and experts.
+#pragma once
+#include "ops/pch.h"
+
+namespace marrow {
+
+// silu(gate) · up · row_weight → [R, I], R may be 0. gate_up [R, 2I] fp32 or bf16, gate in the
+// first I columns; row_weight [R] fp32, or undefined for 1. Saves its inputs alone. Gradients:
+// gate_up's in its dtype, row_weight's in fp32.
+at::Tensor swiglu(const at::Tensor& gate_up, const at::Tensor& row_weight = {});
+
+}  // namespace marrow
