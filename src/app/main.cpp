@@ -1,1 +1,125 @@
-int main() { return 0; }
+// The binary `marrow`: which subcommand runs, and how a failure of any kind leaves the process.
+#include <c10/util/Exception.h>
+#include <fmt/ranges.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <new>
+
+#include "app/subcommands.h"
+
+namespace {
+
+using marrow::Error;
+using marrow::ExitCode;
+using marrow::Fix;
+using marrow::Subcommand;
+
+// OpenMP threads that spin while they wait cost a factor of ten where cores are busy. The runtime
+// reads its environment when the program loads, before main, and libc forgets a setenv made that
+// early: so the program starts itself anew with the two variables. What the user has set wins.
+__attribute__((no_sanitize("address", "undefined"))) void wait_passively(int, char** argv,
+                                                                         char** environment) {
+  constexpr size_t kMaxVariables = 8192;
+  static const char* extended[kMaxVariables + 3];
+  static char program[4096];
+  size_t count = 0;
+  for (; environment[count] != nullptr; ++count) {
+    if (count == kMaxVariables) return;
+    if (__builtin_strncmp(environment[count], "OMP_WAIT_POLICY=", 16) == 0) return;
+    if (__builtin_strncmp(environment[count], "GOMP_SPINCOUNT=", 15) == 0) return;
+    extended[count] = environment[count];
+  }
+  extended[count] = "OMP_WAIT_POLICY=passive";
+  extended[count + 1] = "GOMP_SPINCOUNT=0";
+  // The file's real name, so that the process is listed as "marrow".
+  if (readlink("/proc/self/exe", program, sizeof program - 1) <= 0) return;
+  execve(program, argv, const_cast<char**>(extended));  // where it fails, run on as we are
+}
+__attribute__((section(".preinit_array"),
+               used)) void (*const kBeforeLibraries)(int, char**, char**) = wait_passively;
+
+std::vector<Subcommand> all_commands() { return {}; }
+
+std::string overview(const std::vector<Subcommand>& commands) {
+  std::string out = "marrow: pretraining of mixture-of-experts language models\n\n";
+  for (const Subcommand& command : commands) {
+    out += fmt::format("  marrow {:<9}  {}\n", command.name, command.summary);
+  }
+  return out +
+         "\nmarrow NAME --help prints options and an example; --json works everywhere.\n"
+         "exit codes: 0 done, 2 usage or config, 3 damaged input, 4 device or disk, 5 diverged\n";
+}
+
+int dispatch(const std::vector<std::string>& words) {
+  const std::vector<Subcommand> commands = all_commands();
+  if (words.empty()) {
+    std::fputs(overview(commands).c_str(), stderr);
+    return static_cast<int>(ExitCode::kUsage);
+  }
+  const std::string& name = words.front();
+  if (name == "--help" || name == "-h" || name == "help") {
+    std::fputs(overview(commands).c_str(), stdout);
+    return 0;
+  }
+  std::vector<std::string> names;
+  for (const Subcommand& command : commands) {
+    names.push_back(command.name);
+    if (command.name != name) continue;
+    const marrow::CommandLine args(command, {words.begin() + 1, words.end()});
+    if (args.help()) {
+      std::fputs(marrow::help_text(command).c_str(), stdout);
+      return 0;
+    }
+    return command.run(args);
+  }
+  const std::string nearest = marrow::nearest_match(name, names);
+  MARROW_THROW(ExitCode::kUsage,
+               Fix(nearest.empty() ? "see marrow --help" : "did you mean marrow " + nearest + "?"),
+               "{} is not a subcommand; there are {}", marrow::json_quote(name),
+               fmt::join(names, ", "));
+}
+
+int report_error(const Error& error, bool json) {
+  const std::string text = json ? error.to_json() + "\n" : error.to_text();
+  std::fwrite(text.data(), 1, text.size(), stderr);
+  return static_cast<int>(error.report().code);
+}
+
+// An Error out of what a library threw: its text is all that is known of the place.
+Error device_fault(const std::string& what, const char* fix) {
+  return Error(ExitCode::kDeviceFault, what, Fix(fix), __FILE__, __LINE__);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::vector<std::string> words(argv + 1, argv + argc);
+  const bool json = std::find(words.begin(), words.end(), "--json") != words.end();
+  try {
+    return dispatch(words);
+  } catch (const Error& error) {
+    return report_error(error, json);
+  } catch (const c10::OutOfMemoryError& error) {
+    return report_error(device_fault(error.what_without_backtrace(),
+                                     "lower train.micro_batch or data.seq_len, or set "
+                                     "train.recompute = \"layer\"; marrow estimate RUN.toml "
+                                     "shows what each part takes"),
+                        json);
+  } catch (const c10::Error& error) {
+    return report_error(device_fault(std::string("libtorch: ") + error.what_without_backtrace(),
+                                     "run marrow doctor; for a CUDA fault run again with "
+                                     "CUDA_LAUNCH_BLOCKING=1 to see the failing call"),
+                        json);
+  } catch (const std::bad_alloc&) {
+    return report_error(device_fault("the machine's memory is exhausted",
+                                     "lower train.micro_batch or data.seq_len, or end other "
+                                     "programs; marrow doctor shows the free memory"),
+                        json);
+  } catch (const std::exception& error) {
+    return report_error(device_fault(std::string("unexpected: ") + error.what(),
+                                     "run marrow doctor; if it passes, this is a defect of marrow"),
+                        json);
+  }
+}

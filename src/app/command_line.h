@@ -1,0 +1,80 @@
+// A subcommand's command line: what it declares, and what the user gave.
+#pragma once
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+#include "base/json.h"
+
+namespace marrow {
+
+enum class Takes {
+  kNothing,   // --overwrite
+  kOne,       // --output PATH
+  kRepeated,  // --set A=1 --set B=2
+  kMany,      // --input PATH PATH ...: all words up to the next option
+};
+
+// One declared option. Write it with designated initializers:
+//   {.name = "workers", .takes = Takes::kOne, .value = "N", .fallback = "0", .help = "threads"}
+struct Option {
+  std::string name;  // without dashes
+  Takes takes = Takes::kNothing;
+  std::string value = {};     // the value's name in the help
+  std::string fallback = {};  // value where the option is not given; shown in the help
+  std::string help = {};
+  bool required = false;
+  std::vector<std::string> choices = {};  // the only allowed values, if not empty
+  bool alone = false;  // --help-config: needs no positional and no required option beside it
+};
+
+class CommandLine;
+
+// One subcommand. Each file of src/app returns its own: `Subcommand tokenize_command()`.
+struct Subcommand {
+  std::string name;
+  std::string summary;                       // one line
+  std::vector<std::string> positionals;      // "RUN.toml": each is needed exactly once
+  std::vector<Option> options;               // --json and --help are added to each
+  std::string example;                       // one or more whole command lines
+  std::string notes = {};                    // free text at the end of the help
+  int (*run)(const CommandLine&) = nullptr;  // returns the exit code
+};
+
+// The words after the subcommand's name, checked against its declaration. Every fault is an Error
+// with kUsage that names the word, the nearest valid option, and `marrow NAME --help`.
+class CommandLine {
+ public:
+  // `command` must outlive this object.
+  CommandLine(const Subcommand& command, const std::vector<std::string>& words);
+
+  const std::string& positional(size_t index = 0) const { return positionals_.at(index); }
+  bool has(const std::string& name) const { return values_.contains(name); }  // was it given?
+  bool flag(const std::string& name) const { return has(name); }
+  bool json() const { return has("json"); }
+  bool help() const { return has("help"); }
+
+  std::string text(const std::string& name) const;               // or the fallback
+  std::vector<std::string> list(const std::string& name) const;  // kRepeated, kMany
+  int64_t integer(const std::string& name, int64_t min, int64_t max = INT64_MAX) const;
+  double real(const std::string& name, double min, double max) const;
+
+  // The result on standard output: `json` on one line under --json, else `text`.
+  void print(const std::string& text, const JsonWriter& json) const;
+
+ private:
+  const Option& option(const std::string& name) const;
+  size_t take_option(const std::vector<std::string>& words, size_t at);
+  void check_complete() const;
+  const Subcommand& command_;
+  std::vector<Option> options_;  // declared ones, --json and --help
+  std::map<std::string, std::vector<std::string>> values_;
+  std::vector<std::string> positionals_;
+};
+
+// The page that `marrow NAME --help` prints.
+std::string help_text(const Subcommand& command);
+
+}  // namespace marrow
