@@ -106,6 +106,16 @@ std::vector<std::string> Json::keys() const {
   return keys;
 }
 
+std::vector<std::pair<std::string, Json>> Json::items() const {
+  if (!is_object()) fail("expected an object", Fix("see the file format's documentation"));
+  const std::string prefix = path_.empty() ? "" : path_ + ".";
+  std::vector<std::pair<std::string, Json>> items;
+  for (const auto& item : as_node(node_).items()) {
+    items.emplace_back(item.key(), Json(document_, &item.value(), prefix + item.key()));
+  }
+  return items;
+}
+
 int64_t Json::as_int() const {
   const Node& node = as_node(node_);
   const bool too_large =

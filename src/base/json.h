@@ -4,6 +4,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "base/error.h"
@@ -32,6 +33,8 @@ class Json {
   Json at(size_t index) const;
   size_t size() const;                          // of an object or array
   std::vector<std::string> keys() const;        // in file order
+  // Key and value of each entry of an object, in file order; at() searches from the start.
+  std::vector<std::pair<std::string, Json>> items() const;
 
   int64_t as_int() const;
   double as_double() const;  // integers too
