@@ -4,9 +4,10 @@
 #include <string>
 #include <vector>
 
+#include "pipeline/balance_mode.h"
+
 namespace marrow {
 
-enum class BalanceMode { kNone, kMicro, kSequence, kGlobal, kBias };
 enum class LearningRateSchedule { kWsd, kCosine, kConstant };
 enum class OptimizerName { kAdamW, kMuon };
 enum class Recompute { kNone, kCheap, kLayer };

@@ -1,0 +1,33 @@
+#include "models/model_contract.h"
+
+#include "models/qwen3_moe.h"
+
+namespace marrow {
+
+std::unique_ptr<MoeModel> open_model(const Json& config) {
+  const std::string type = config.at("model_type").as_string();
+  if (type == "qwen3_moe") return open_qwen3_moe(config);
+  config.at("model_type")
+      .fail(fmt::format("unknown model family \"{}\"", type),
+            Fix("use a config.json of model_type \"qwen3_moe\""));
+}
+
+std::vector<ParameterSpec> all_parameter_specs(const MoeModel& model) {
+  std::vector<ParameterSpec> specs = model.embedding_specs();
+  const auto append = [&](std::vector<ParameterSpec> more) {
+    std::move(more.begin(), more.end(), std::back_inserter(specs));
+  };
+  for (int64_t layer = 0; layer < model.shape().layers; ++layer) append(model.layer_specs(layer));
+  append(model.head_specs());
+  return specs;
+}
+
+std::vector<HubTensor> all_hub_tensors(const MoeModel& model) {
+  std::vector<HubTensor> tensors;
+  for (const ParameterSpec& spec : all_parameter_specs(model)) {
+    tensors.insert(tensors.end(), spec.parts.begin(), spec.parts.end());
+  }
+  return tensors;
+}
+
+}  // namespace marrow

@@ -1,0 +1,97 @@
+// What a model family supplies to the engine, and what the engine hands it.
+//
+// A decoder layer is five stages, cut where tokens move between ranks:
+//   S1 attention, router   S2 dispatch   S3 experts   S4 combine   S5 sum, residual
+// A family writes S1, S3 and S5; the engine owns S2 and S4 (pipeline/layer_pass.h).
+#pragma once
+#include "base/json.h"
+#include "ops/attention.h"
+#include "ops/parameter.h"
+#include "ops/parameter_spec.h"
+#include "ops/pch.h"
+#include "ops/router.h"
+#include "ops/row_map.h"
+#include "ops/weight_grad_queue.h"
+
+namespace marrow {
+
+class KeyValueCache;
+
+// Parameters by ParameterSpec::name.
+using ParameterTable = std::map<std::string, Parameter, std::less<>>;
+
+// The numbers of a model that the engine needs, whatever the family.
+struct ModelShape {
+  int64_t layers = 0;
+  int64_t hidden = 0;  // H
+  int64_t vocab = 0;   // V, rows of the embedding: may exceed the tokenizer's
+  int64_t max_position = 0;
+  int64_t experts = 0;  // E
+  int64_t top_k = 0;    // k
+  double rms_norm_eps = 1e-6;
+  double initializer_range = 0.02;
+  double router_aux_loss_coef = 1e-3;  // coef of the balance loss unless [router] sets it
+  bool tied_embeddings = false;
+};
+
+// What one micro-batch needs in every layer.
+struct LayerContext {
+  AttentionLayout attention;   // sequences, documents
+  at::Tensor positions;        // [T] int32, within the sequence (or document, where masked)
+  int64_t balance_groups = 1;  // G: groups of consecutive tokens whose router statistics are apart
+  bool forced_routing = false;
+  bool deterministic = false;
+  at::Tensor selection_bias;               // [E] fp32 of this layer, or undefined
+  std::shared_ptr<RouterBalance> balance;  // the balance term's gradient, set after S1's forward
+  WeightGradQueue* weight_grads = nullptr;
+  KeyValueCache* cache = nullptr;  // generation: attention reads and extends it
+};
+
+// What S1 gives.
+struct RoutedTokens {
+  at::Tensor residual;   // [T, H]
+  at::Tensor normed;     // [T, H], what the experts read
+  RouterOutput routing;  // experts and weights of each token, and the router's statistics
+};
+
+class DecoderLayer {
+ public:
+  virtual ~DecoderLayer() = default;
+  // S1. hidden [T, H].
+  virtual RoutedTokens attend_and_route(const at::Tensor& hidden, const LayerContext&) const = 0;
+  // S3. rows [R, H] sorted by expert, row_weights [R] fp32, offsets [E] int32 (end row of each
+  // expert). Returns [R, H], each row multiplied by its weight.
+  virtual at::Tensor run_experts(const at::Tensor& rows, const at::Tensor& row_weights,
+                                 const at::Tensor& offsets, const LayerContext&) const = 0;
+  // S5. residual and normed as S1 gave them, rows [R, H] of S4 with the map from tokens to rows.
+  virtual at::Tensor combine_and_add(const at::Tensor& residual, const at::Tensor& normed,
+                                     const at::Tensor& rows, const RowMap& map,
+                                     const LayerContext&) const = 0;
+};
+
+class MoeModel {
+ public:
+  virtual ~MoeModel() = default;
+  virtual const ModelShape& shape() const = 0;
+  virtual std::vector<ParameterSpec> embedding_specs() const = 0;  // "embedding"
+  virtual std::vector<ParameterSpec> layer_specs(int64_t layer) const = 0;
+  virtual std::vector<ParameterSpec> head_specs() const = 0;  // "final_norm", "head" unless tied
+  virtual std::unique_ptr<DecoderLayer> make_layer(int64_t layer, const ParameterTable&,
+                                                   at::Device) const = 0;
+  // Normalises the last layer's output [T, H] before the head.
+  virtual at::Tensor final_norm(const at::Tensor& hidden, const ParameterTable&) const = 0;
+  // Floating-point operations of one token's forward matrix products, causal attention at half.
+  virtual double forward_flops_per_token(int64_t seq_len) const = 0;
+  // Elements of one token's keys and values in a layer's cache: heads × (key + value size).
+  virtual std::array<int64_t, 3> key_value_shape() const = 0;  // KV heads, key size, value size
+};
+
+// The family of a Hugging Face config.json, decided by its model_type. Every option that the family
+// has but marrow lacks is an error (kUsage) that names it.
+std::unique_ptr<MoeModel> open_model(const Json& config);
+
+// Every tensor of the model in canonical order: embedding, layers, head.
+std::vector<ParameterSpec> all_parameter_specs(const MoeModel&);
+std::vector<HubTensor> all_hub_tensors(const MoeModel&);
+
+}  // namespace marrow

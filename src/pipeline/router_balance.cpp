@@ -1,0 +1,85 @@
+#include "pipeline/router_balance.h"
+
+namespace marrow {
+
+BalanceTracker::BalanceTracker(const Options& options, at::Device device) : options_(options) {
+  const auto fp64 = at::TensorOptions().device(device).dtype(at::kDouble);
+  const auto fp32 = fp64.dtype(at::kFloat);
+  counts_ = at::zeros({options.layers, options.experts}, fp64);
+  probability_sums_ = at::zeros_like(counts_);
+  group_losses_ = at::zeros({options.layers}, fp64);
+  previous_counts_ = at::zeros({options.layers, options.experts}, fp32);
+  bias_ = at::zeros_like(previous_counts_);
+  losses_ = at::zeros({options.layers}, fp32);
+  load_ = at::zeros({options.layers}, fp32);
+}
+
+void BalanceTracker::begin_step(const StepSizes& sizes) {
+  sizes_ = sizes;
+  counts_.zero_();
+  probability_sums_.zero_();
+  group_losses_.zero_();
+  // The first step has no previous counts: f = 0, and so no gradient. Fractions are of the previous
+  // step's own total, since the global batch may have changed.
+  const at::Tensor total = previous_counts_.sum(1, true).clamp_min_(1);
+  global_gradient_ = balance_gradient(previous_counts_ / total, sizes.tokens, options_.coef);
+}
+
+void BalanceTracker::record(int64_t layer, const RouterOutput& routing, int64_t tokens,
+                            RouterBalance& balance) {
+  counts_.select(0, layer).add_(routing.counts.sum(0));
+  probability_sums_.select(0, layer).add_(routing.probability_sums.sum(0));
+  if (options_.mode == BalanceMode::kMicro || options_.mode == BalanceMode::kSequence) {
+    const int64_t group_tokens = tokens / routing.counts.size(0);
+    group_losses_.select(0, layer).add_(
+        balance_loss(routing.counts, routing.probability_sums, group_tokens, options_.top_k).sum());
+  }
+  repeat(layer, routing, tokens, balance);
+}
+
+void BalanceTracker::repeat(int64_t layer, const RouterOutput& routing, int64_t tokens,
+                            RouterBalance& balance) const {
+  balance.z_loss_gradient = options_.z_loss / static_cast<double>(sizes_.tokens);
+  if (options_.coef == 0.0) return;
+  const int64_t groups = routing.counts.size(0);
+  const auto fractions = [&] {
+    return expert_fractions(routing.counts, tokens / groups, options_.top_k);
+  };
+  switch (options_.mode) {
+    case BalanceMode::kNone:
+    case BalanceMode::kBias:
+      return;
+    case BalanceMode::kMicro:
+      balance.gradient =
+          balance_gradient(fractions(), tokens, options_.coef / sizes_.micro_batches);
+      return;
+    case BalanceMode::kSequence:
+      balance.gradient =
+          balance_gradient(fractions(), tokens / groups, options_.coef / sizes_.sequences);
+      return;
+    case BalanceMode::kGlobal:
+      balance.gradient = global_gradient_.narrow(0, layer, 1);
+      return;
+  }
+}
+
+void BalanceTracker::end_step() {
+  if (options_.mode == BalanceMode::kMicro || options_.mode == BalanceMode::kSequence) {
+    const int64_t groups =
+        options_.mode == BalanceMode::kMicro ? sizes_.micro_batches : sizes_.sequences;
+    losses_.copy_(group_losses_ / static_cast<double>(groups));
+  } else {
+    losses_.copy_(balance_loss(counts_, probability_sums_, sizes_.tokens, options_.top_k));
+  }
+  load_.copy_(std::get<0>(counts_.max(1)) / counts_.mean(1));
+  previous_counts_.copy_(counts_);
+  if (options_.mode != BalanceMode::kBias) return;
+  bias_.add_(at::sign(previous_counts_.mean(1, true) - previous_counts_), options_.coef);
+  bias_.sub_(bias_.mean(1, true));
+}
+
+at::Tensor BalanceTracker::selection_bias(int64_t layer) const {
+  return options_.mode == BalanceMode::kBias ? bias_.select(0, layer) : at::Tensor();
+}
+
+}  // namespace marrow

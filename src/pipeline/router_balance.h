@@ -1,0 +1,62 @@
+// Router statistics of a step, and what each balance mode makes of them (design: every layer's
+// loss is E · Σ f_i · P_i; 1 is balanced).
+#pragma once
+#include "ops/pch.h"
+#include "ops/router.h"
+#include "pipeline/balance_mode.h"
+
+namespace marrow {
+
+// One instance serves all layers of a rank. Per step: begin_step, record for every layer and
+// micro-batch, end_step once all ranks' micro-batches are done.
+class BalanceTracker {
+ public:
+  struct Options {
+    BalanceMode mode = BalanceMode::kGlobal;
+    double coef = 0;
+    double z_loss = 0;
+    int64_t layers = 0, experts = 0, top_k = 0;
+  };
+  // Sizes of one step's global batch.
+  struct StepSizes {
+    int64_t tokens = 0, sequences = 0, micro_batches = 0;
+  };
+  BalanceTracker(const Options& options, at::Device device);
+
+  void begin_step(const StepSizes& sizes);
+  // Groups that the router keeps apart in a micro-batch of `sequences` sequences.
+  int64_t groups(int64_t sequences) const {
+    return options_.mode == BalanceMode::kSequence ? sequences : 1;
+  }
+  // Adds a micro-batch's statistics and returns, in `balance`, the gradient of its balance term.
+  // `tokens` is the micro-batch's.
+  void record(int64_t layer, const RouterOutput& routing, int64_t tokens, RouterBalance& balance);
+  // A recomputed forward needs the same gradient again, and counts nothing twice.
+  void repeat(int64_t layer, const RouterOutput& routing, int64_t tokens,
+              RouterBalance& balance) const;
+  void end_step();
+
+  // Of the step that ended last, on the device: [layers] fp32 each.
+  at::Tensor losses() const { return losses_; }
+  at::Tensor load_max_over_mean() const { return load_; }
+  // Bias of selection of a layer [E] fp32; undefined unless the mode is bias.
+  at::Tensor selection_bias(int64_t layer) const;
+
+  // State that a checkpoint keeps: [layers, E] fp32 each. `counts` is the last step's whole global
+  // batch; zero before the first step.
+  at::Tensor previous_counts() const { return previous_counts_; }
+  at::Tensor bias() const { return bias_; }
+
+ private:
+  Options options_;
+  StepSizes sizes_;
+  at::Tensor counts_;            // [layers, E] fp64, this step so far
+  at::Tensor probability_sums_;  // [layers, E] fp64
+  at::Tensor group_losses_;      // [layers] fp64: sum over groups of micro and sequence
+  at::Tensor previous_counts_;   // [layers, E] fp32
+  at::Tensor bias_;              // [layers, E] fp32
+  at::Tensor global_gradient_;   // [layers, E] fp32, of mode global, this step
+  at::Tensor losses_, load_;
+};
+
+}  // namespace marrow
