@@ -1,0 +1,68 @@
+#include "ops/device.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <sys/resource.h>
+
+#include <thread>
+
+#ifdef MARROW_CUDA
+#include <c10/cuda/CUDACachingAllocator.h>
+#endif
+
+namespace marrow {
+
+bool gpu_available() {
+#ifdef MARROW_CUDA
+  return at::hasCUDA();
+#else
+  return false;
+#endif
+}
+
+int64_t peak_memory_bytes(at::Device device) {
+#ifdef MARROW_CUDA
+  if (device.is_cuda()) {
+    const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(std::max<int>(device.index(), 0));
+    return stats.reserved_bytes[0].peak;
+  }
+#else
+  (void)device;
+#endif
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  return int64_t{usage.ru_maxrss} * 1024;
+}
+
+void reset_peak_memory(at::Device device) {
+#ifdef MARROW_CUDA
+  if (device.is_cuda()) {
+    c10::cuda::CUDACachingAllocator::resetPeakStats(std::max<int>(device.index(), 0));
+  }
+#else
+  (void)device;
+#endif
+}
+
+void set_cpu_threads(int64_t wanted, int64_t ranks) {
+  const int64_t cores = std::max<int64_t>(std::thread::hardware_concurrency(), 1);
+  at::set_num_threads(static_cast<int>(wanted > 0 ? wanted : std::max<int64_t>(1, cores / ranks)));
+}
+
+DeferredValues::DeferredValues(const at::Tensor& source) {
+  const bool on_gpu = source.is_cuda();
+  host_ = at::empty({source.numel()}, at::TensorOptions().dtype(at::kDouble).pinned_memory(on_gpu));
+  host_.copy_(source.flatten().to(at::kDouble), /*non_blocking=*/on_gpu);
+  if (!on_gpu) return;
+  event_.emplace(at::kCUDA);
+  event_->record(c10::impl::VirtualGuardImpl(at::kCUDA).getStream(source.device()));
+}
+
+bool DeferredValues::ready() const { return !event_ || event_->query(); }
+
+std::vector<double> DeferredValues::values() {
+  if (event_) event_->synchronize();
+  const double* data = host_.data_ptr<double>();
+  return {data, data + host_.numel()};
+}
+
+}  // namespace marrow

@@ -1,0 +1,30 @@
+// The device of a run: choosing it, its memory, and values that come back from it without a wait.
+#pragma once
+#include <c10/core/Event.h>
+
+#include "ops/pch.h"
+
+namespace marrow {
+
+bool gpu_available();  // built with CUDA kernels, and a GPU is there
+
+// Highest memory so far: what the allocator holds of a GPU, resident memory on the CPU.
+int64_t peak_memory_bytes(at::Device device);
+void reset_peak_memory(at::Device device);  // no effect on the CPU
+
+// Threads of operators on the CPU: `wanted`, or with 0 the cores divided by `ranks`.
+void set_cpu_threads(int64_t wanted, int64_t ranks);
+
+// A copy of a small device tensor on its way to the host. `ready` never waits, `values` does.
+class DeferredValues {
+ public:
+  explicit DeferredValues(const at::Tensor& source);  // [n], copied as fp64
+  bool ready() const;
+  std::vector<double> values();
+
+ private:
+  at::Tensor host_;  // [n] fp64, pinned where the source is on a GPU
+  std::optional<c10::Event> event_;
+};
+
+}  // namespace marrow
