@@ -10,7 +10,14 @@
 namespace marrow {
 namespace {
 
-using Node = nlohmann::ordered_json;
+// Members in file order. Appends without looking for an earlier one of equal key, which would make
+// reading a vocabulary quadratic; DuplicateKeyCheck refuses such files.
+template <class Key, class Value, class Less, class Allocator>
+struct MemberList : nlohmann::ordered_map<Key, Value, Less, Allocator> {
+  using nlohmann::ordered_map<Key, Value, Less, Allocator>::ordered_map;
+  Value& operator[](const Key& key) { return this->emplace_back(key, Value()).second; }
+};
+using Node = nlohmann::basic_json<MemberList>;
 
 const Node& as_node(const void* node) { return *static_cast<const Node*>(node); }
 
@@ -114,6 +121,14 @@ std::vector<std::pair<std::string, Json>> Json::items() const {
     items.emplace_back(item.key(), Json(document_, &item.value(), prefix + item.key()));
   }
   return items;
+}
+
+void Json::for_each(const std::function<void(const std::string&, const Json&)>& visit) const {
+  if (!is_object()) fail("expected an object", Fix("see the file format's documentation"));
+  for (const auto& item : as_node(node_).items()) {
+    const std::string path = path_.empty() ? item.key() : path_ + "." + item.key();
+    visit(item.key(), Json(document_, &item.value(), path));
+  }
 }
 
 int64_t Json::as_int() const {
