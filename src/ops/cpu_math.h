@@ -1,0 +1,65 @@
+// What the CPU paths of operators share: a matrix product without tensor overhead, and exp.
+#pragma once
+#include <immintrin.h>
+
+#include "ops/pch.h"
+
+// The BLAS inside libtorch (MKL), column-major. One thread inside at::parallel_for, all outside.
+extern "C" void sgemm_(const char* trans_a, const char* trans_b, const int* m, const int* n,
+                       const int* k, const float* alpha, const float* a, const int* lda,
+                       const float* b, const int* ldb, const float* beta, float* c, const int* ldc);
+
+namespace marrow {
+
+// Row-major c [m, n] = op(a) [m, k] · op(b) [k, n] + beta · c; op(a) = aᵀ where transpose_a. ld is
+// the distance of rows as stored. beta = 0 does not read c. Sizes of a call stay below 2^31.
+inline void sgemm(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k,
+                  const float* a, int64_t lda, const float* b, int64_t ldb, float beta, float* c,
+                  int64_t ldc) {
+  if (m == 0 || n == 0) return;
+  if (k == 0) {
+    if (beta == 0.0f) {
+      for (int64_t i = 0; i < m; ++i) std::fill_n(c + i * ldc, n, 0.0f);
+    }
+    return;
+  }
+  const int sizes[] = {int(n), int(m), int(k), int(ldb), int(lda), int(ldc)};
+  const float one = 1.0f;
+  sgemm_(transpose_b ? "T" : "N", transpose_a ? "T" : "N", &sizes[0], &sizes[1], &sizes[2], &one, b,
+         &sizes[3], a, &sizes[4], &beta, c, &sizes[5]);
+}
+
+// exp of 8 floats, 1e-7 relative; below -87 it is 0, above 88 it saturates. NaN stays NaN.
+inline __m256 exp8(__m256 x) {
+  const __m256 limited =
+      _mm256_max_ps(_mm256_set1_ps(-87.5f), _mm256_min_ps(_mm256_set1_ps(88.0f), x));
+  const __m256 n = _mm256_round_ps(_mm256_mul_ps(limited, _mm256_set1_ps(1.44269504f)),
+                                   _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  __m256 r = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), limited);
+  r = _mm256_fnmadd_ps(n, _mm256_set1_ps(-2.12194440e-4f), r);
+  __m256 p = _mm256_set1_ps(1.9875691500e-4f);  // Cephes' expf
+  p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.3981999507e-3f));
+  p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(8.3334519073e-3f));
+  p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(4.1665795894e-2f));
+  p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.6666665459e-1f));
+  p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(5.0000001201e-1f));
+  p = _mm256_fmadd_ps(_mm256_mul_ps(p, r), r, _mm256_add_ps(r, _mm256_set1_ps(1.0f)));
+  const __m256i power =
+      _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+  const __m256 result = _mm256_mul_ps(p, _mm256_castsi256_ps(power));
+  return _mm256_andnot_ps(_mm256_cmp_ps(x, _mm256_set1_ps(-87.0f), _CMP_LT_OQ), result);
+}
+
+inline float sum8(__m256 x) {
+  __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+
+inline float max8(__m256 x) {
+  __m128 s = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+}
+
+}  // namespace marrow

@@ -1,0 +1,152 @@
+#include "ops/grouped_linear.h"
+
+#include "ops/cpu_math.h"
+#include "ops/cuda_launch.h"
+#include "ops/grouped_linear_cuda.h"
+
+namespace marrow {
+namespace {
+
+using at::Tensor;
+
+struct Range {
+  int64_t begin, end;
+};
+
+Range expert_rows(const int32_t* offsets, int64_t expert) {
+  return {expert == 0 ? 0 : offsets[expert - 1], offsets[expert]};
+}
+
+// out [R, N] = rows [R, K] · op(weight[e]), where op transposes for the forward. Threads take equal
+// shares of the rows: experts are of unequal size.
+void multiply_rows_cpu(const Tensor& rows, const Tensor& weight, const Tensor& offsets,
+                       bool transpose, const Tensor& out) {
+  const int64_t inner = rows.size(1), outer = out.size(1), experts = weight.size(0);
+  const auto* ends = offsets.const_data_ptr<int32_t>();
+  const auto* x = rows.const_data_ptr<float>();
+  const auto* w = weight.const_data_ptr<float>();
+  auto* y = out.mutable_data_ptr<float>();
+  at::parallel_for(0, rows.size(0), 128, [&](int64_t begin, int64_t end) {
+    int64_t done = begin;
+    for (int64_t e = 0; e < experts && done < end; ++e) {
+      const int64_t stop = std::min<int64_t>(end, ends[e]);
+      if (stop <= done) continue;
+      sgemm(false, transpose, stop - done, outer, inner, x + done * inner, inner,
+            w + e * inner * outer, transpose ? inner : outer, 0.0f, y + done * outer, outer);
+      done = stop;
+    }
+    std::fill(y + done * outer, y + end * outer, 0.0f);
+  });
+}
+
+// grad[e] [N, K] += dyᵀ · rows over the rows of e. Threads take equal shares of N.
+void accumulate_cpu(const Tensor& grad, const Tensor& dy, const Tensor& rows,
+                    const Tensor& offsets) {
+  const int64_t n = dy.size(1), k = rows.size(1), experts = grad.size(0);
+  const auto* ends = offsets.const_data_ptr<int32_t>();
+  const auto* d = dy.const_data_ptr<float>();
+  const auto* x = rows.const_data_ptr<float>();
+  auto* g = grad.mutable_data_ptr<float>();
+  at::parallel_for(0, n, 64, [&](int64_t begin, int64_t end) {
+    for (int64_t e = 0; e < experts; ++e) {
+      const auto [first, last] = expert_rows(ends, e);
+      if (last == first) continue;
+      sgemm(true, false, end - begin, k, last - first, d + first * n + begin, n, x + first * k, k,
+            1.0f, g + (e * n + begin) * k, k);
+    }
+  });
+}
+
+// Products of odd sizes and fp32 on the GPU, for tests: reads the offsets back, which waits.
+void for_each_expert_gpu(const Tensor& offsets, const std::function<void(int64_t, Range)>& body) {
+  const Tensor host = offsets.cpu();
+  for (int64_t e = 0; e < host.size(0); ++e) {
+    const Range range = expert_rows(host.const_data_ptr<int32_t>(), e);
+    if (range.begin < range.end) body(e, range);
+  }
+}
+
+Tensor multiply_rows(const Tensor& rows, const Tensor& weight, const Tensor& offsets,
+                     bool transpose) {
+  const int64_t outer = weight.size(transpose ? 1 : 2);
+  const Tensor matrix = transpose ? weight.transpose(1, 2) : weight;
+  if (rows.size(0) == 0) return at::empty({0, outer}, rows.options());
+  if (rows.is_cpu()) {
+    Tensor out = at::empty({rows.size(0), outer}, rows.options().dtype(at::kFloat));
+    multiply_rows_cpu(rows.to(at::kFloat), weight.to(at::kFloat), offsets, transpose, out);
+    return out.to(rows.scalar_type());
+  }
+  if (rows.scalar_type() == at::kBFloat16) return at::_grouped_mm(rows, matrix, offsets);
+  Tensor out = at::empty({rows.size(0), outer}, rows.options());
+  for_each_expert_gpu(offsets, [&](int64_t e, Range r) {
+    Tensor part = out.slice(0, r.begin, r.end);
+    at::mm_out(part, rows.slice(0, r.begin, r.end), matrix.select(0, e));
+  });
+  return out;
+}
+
+void accumulate(const Tensor& grad, const Tensor& dy, const Tensor& rows, const Tensor& offsets) {
+  const at::NoGradGuard no_grad;
+  if (rows.is_cpu()) {
+    accumulate_cpu(grad, dy.to(at::kFloat), rows.to(at::kFloat), offsets);
+  } else if (rows.scalar_type() == at::kBFloat16) {
+    const Tensor added = at::_grouped_mm(dy.t(), rows, offsets);
+    MARROW_CUDA_CALL(add_bf16_to_fp32_cuda(grad.mutable_data_ptr<float>(), added.const_data_ptr(),
+                                           grad.numel(), current_cuda_stream()));
+  } else {
+    for_each_expert_gpu(offsets, [&](int64_t e, Range r) {
+      grad.select(0, e).addmm_(dy.slice(0, r.begin, r.end).t(), rows.slice(0, r.begin, r.end));
+    });
+  }
+}
+
+class GroupedLinear : public torch::autograd::Function<GroupedLinear> {
+ public:
+  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& rows,
+                        const Parameter& weight, const Tensor& offsets, WeightGradQueue* queue) {
+    ctx->save_for_backward({rows, weight.value, offsets});
+    ctx->saved_data["grad"] = weight.grad;  // changes in place before the backward
+    ctx->saved_data["queue"] = reinterpret_cast<int64_t>(queue);
+    return multiply_rows(rows, weight.value, offsets, true);
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 torch::autograd::variable_list d_out) {
+    const auto saved = ctx->get_saved_variables();
+    const Tensor &rows = saved[0], &weight = saved[1], &offsets = saved[2];
+    const Tensor grad = ctx->saved_data["grad"].toTensor();
+    const Tensor dy = d_out[0].contiguous();
+    if (grad.defined() && rows.size(0) > 0) {
+      auto* queue = reinterpret_cast<WeightGradQueue*>(ctx->saved_data["queue"].toInt());
+      queue->push([=] { accumulate(grad, dy, rows, offsets); });
+    }
+    return {multiply_rows(dy, weight, offsets, false), {}, {}, {}};
+  }
+};
+
+}  // namespace
+
+Tensor grouped_linear(const Tensor& rows, const Parameter& weight, const Tensor& offsets,
+                      WeightGradQueue& queue) {
+  const Fix fix("pass the rows, weight and offsets of one layer as grouped_linear.h says");
+  MARROW_CHECK(rows.dim() == 2 && weight.value.dim() == 3 && rows.size(1) == weight.value.size(2),
+               ExitCode::kUsage, fix, "{}: rows {} do not fit the weight {}", weight.name,
+               c10::str(rows.sizes()), c10::str(weight.value.sizes()));
+  MARROW_CHECK(rows.scalar_type() == weight.value.scalar_type() && rows.is_contiguous(),
+               ExitCode::kUsage, fix, "{}: rows are {} (contiguous: {}), the weight is {}",
+               weight.name, c10::toString(rows.scalar_type()), rows.is_contiguous(),
+               c10::toString(weight.value.scalar_type()));
+  MARROW_CHECK(offsets.scalar_type() == at::kInt && offsets.numel() == weight.value.size(0),
+               ExitCode::kUsage, fix, "{}: {} offsets of {} for {} experts", weight.name,
+               offsets.numel(), c10::toString(offsets.scalar_type()), weight.value.size(0));
+  const int64_t n = weight.value.size(1), k = weight.value.size(2);
+  MARROW_CHECK(rows.is_cpu() || rows.scalar_type() == at::kFloat || (n % 8 == 0 && k % 8 == 0),
+               ExitCode::kUsage,
+               Fix("choose hidden and intermediate sizes divisible by 8, or set train.dtype = "
+                   "\"fp32\""),
+               "{}: the grouped bf16 product needs sizes divisible by 8, not [{}, {}]", weight.name,
+               n, k);
+  return GroupedLinear::apply(rows, weight, offsets, &queue);
+}
+
+}  // namespace marrow
