@@ -1,0 +1,23 @@
+// Mean loss of a model over a corpus.
+#pragma once
+#include "data/batch_loader.h"
+#include "pipeline/executor.h"
+
+namespace marrow {
+
+struct EvaluationSizes {
+  int64_t sequences = 0;    // the first so many of the loader
+  int64_t micro_batch = 1;  // sequences at once
+  bool mask_documents = false;
+};
+
+struct EvaluationResult {
+  double loss = 0;  // mean over targets, in nats
+  int64_t targets = 0;
+};
+
+// Waits for the device. Error (kBadInput) where no target is left.
+EvaluationResult evaluate_corpus(Executor& executor, const BatchLoader& loader, at::Device device,
+                                 const EvaluationSizes& sizes);
+
+}  // namespace marrow

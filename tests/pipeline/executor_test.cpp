@@ -1,0 +1,132 @@
+// The whole model in one process: gradients against finite differences and other layouts.
+#include "toy_model.h"
+
+namespace marrow::test {
+namespace {
+
+TEST(Executor, ToyHasTheDocumentedNumberOfParameters) {
+  ToyModel four({});
+  EXPECT_EQ(four.store().elements(), 412352);
+  ToyOptions eight;
+  eight.layers = 8;
+  EXPECT_EQ(ToyModel(eight).store().elements(), 759104);
+}
+
+TEST(Executor, GradientAgreesWithFiniteDifferences) {
+  ToyOptions options;
+  options.layers = 2;
+  ToyModel toy(options);
+  const auto tokens = random_tokens(2, 16, 5);
+  const auto targets = shifted(tokens);
+  toy.accumulate(tokens, targets, 2);
+  const at::Tensor gradient = toy.all_gradients().clone();
+  ASSERT_GT(gradient.norm().item<double>(), 1e-3);
+
+  // Along the gradient itself the loss must rise by step · |g|.
+  const double step = 2e-3;
+  const at::Tensor direction = gradient / gradient.norm();
+  const auto move = [&](double amount) {
+    int64_t offset = 0;
+    for (FlatGroup& group : toy.store().groups()) {
+      group.master.add_(direction.narrow(0, offset, group.elements()), amount);
+      offset += group.elements();
+    }
+  };
+  move(step);
+  const double above = toy.accumulate(tokens, targets, 2);
+  move(-2 * step);
+  const double below = toy.accumulate(tokens, targets, 2);
+  const double slope = (above - below) / (2 * step);
+  EXPECT_NEAR(slope / gradient.norm().item<double>(), 1.0, 0.01);
+}
+
+TEST(Executor, MicroBatchSizeDoesNotChangeLossOrGradient) {
+  const auto tokens = random_tokens(8, 32, 9);
+  const auto targets = shifted(tokens);
+  ToyModel reference({});
+  const double loss = reference.accumulate(tokens, targets, 8);
+  for (const int64_t micro_batch : {1, 2, 4}) {
+    ToyModel toy({});
+    EXPECT_NEAR(toy.accumulate(tokens, targets, micro_batch), loss, 1e-5 * loss);
+    EXPECT_LE(relative_difference(toy.all_gradients(), reference.all_gradients()), 1e-5);
+  }
+}
+
+TEST(Executor, RecomputedLayersGiveTheSameBits) {
+  const auto tokens = random_tokens(4, 32, 3);
+  for (const BalanceMode mode : {BalanceMode::kMicro, BalanceMode::kSequence}) {
+    ToyOptions options;
+    options.balance = mode;
+    options.coef = 0.1;
+    ToyModel kept(options);
+    options.recompute = true;
+    ToyModel recomputed(options);
+    kept.accumulate(tokens, shifted(tokens), 2);
+    recomputed.accumulate(tokens, shifted(tokens), 2);
+    EXPECT_TRUE(at::equal(kept.all_gradients(), recomputed.all_gradients()));
+    EXPECT_TRUE(at::equal(kept.tracker().losses(), recomputed.tracker().losses()));
+  }
+}
+
+TEST(Executor, TiedEmbeddingsGetBothGradients) {
+  ToyOptions options;
+  options.tied = true;
+  ToyModel toy(options);
+  const auto tokens = random_tokens(1, 8, 4, 16);  // ids below 16 are read
+  toy.accumulate(tokens, shifted(tokens), 1);
+  const at::Tensor grad = toy.parameter("embedding").grad;
+  EXPECT_FALSE(toy.store().table().contains("head"));
+  EXPECT_GT(grad.narrow(0, 16, 496).abs().sum().item<double>(), 0.0);  // through the head alone
+}
+
+// Targets count as tokens, whatever the document or micro-batch they stand in.
+TEST(Executor, EveryTargetWeighsTheSame) {
+  auto tokens = random_tokens(2, 101, 6);
+  auto targets = shifted(tokens);
+  for (size_t i = 10; i < 101; ++i) targets[0][i] = -1;  // 10 targets
+  targets[1][100] = -1;                                   // 100 targets
+  ToyModel together({}), apart({});
+  const double loss = together.accumulate(tokens, targets, 2);
+  EXPECT_NEAR(apart.accumulate(tokens, targets, 1), loss, 1e-5 * loss);
+  EXPECT_LE(relative_difference(apart.all_gradients(), together.all_gradients()), 1e-5);
+}
+
+TEST(Executor, AMaskedBatchTrainsNothingAndStaysFinite) {
+  const auto tokens = random_tokens(2, 16, 8);
+  const std::vector<std::vector<int32_t>> masked(2, std::vector<int32_t>(16, -1));
+  ToyModel toy({});
+  EXPECT_EQ(toy.accumulate(tokens, masked, 1), 0.0);
+  EXPECT_EQ(toy.all_gradients().abs().max().item<double>(), 0.0);
+}
+
+TEST(Executor, ASingleTokenTrains) {
+  ToyModel toy({});
+  const double loss = toy.accumulate({{5}}, {{6}}, 1);
+  EXPECT_NEAR(loss, std::log(512.0), 0.5);
+  EXPECT_TRUE(at::isfinite(toy.all_gradients()).all().item<bool>());
+}
+
+// Expert blocks of NaN are freed before the step: nothing may read memory that it did not write.
+TEST(Executor, NoResultDependsOnUninitialisedMemory) {
+  const auto tokens = random_tokens(2, 32, 11);
+  ToyOptions options;
+  options.top_k = 1;
+  ToyModel clean(options), poisoned(options);
+  for (ToyModel* toy : {&clean, &poisoned}) {  // one expert takes all: seven are empty
+    for (int layer = 0; layer < 4; ++layer) {
+      toy->parameter(fmt::format("layers.{}.router", layer)).value.zero_();
+    }
+  }
+  clean.accumulate(tokens, shifted(tokens), 1);
+  for (const int64_t n : {8 * 96 * 64, 8 * 64 * 48, 32 * 64, 64 * 96, 32 * 48, 32 * 512}) {
+    std::vector<at::Tensor> blocks;
+    for (int i = 0; i < 8; ++i) blocks.push_back(at::full({n}, std::nan("")));
+  }
+  poisoned.accumulate(tokens, shifted(tokens), 1);
+  EXPECT_TRUE(at::equal(poisoned.all_gradients(), clean.all_gradients()));
+  const at::Tensor unused = poisoned.parameter("layers.0.experts.down").grad.narrow(0, 1, 7);
+  EXPECT_EQ(unused.abs().max().item<double>(), 0.0);
+}
+
+}  // namespace
+}  // namespace marrow::test
