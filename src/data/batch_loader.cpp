@@ -1,0 +1,155 @@
+#include "data/batch_loader.h"
+
+#include <algorithm>
+
+namespace marrow {
+namespace {
+
+std::vector<IndexedCorpus> open_all(const std::vector<CorpusWeight>& sources) {
+  MARROW_CHECK(!sources.empty(), ExitCode::kUsage,
+               Fix("list at least one corpus prefix in data.train"), "no corpus is given");
+  std::vector<IndexedCorpus> corpora;
+  for (const CorpusWeight& source : sources) corpora.emplace_back(source.path);
+  return corpora;
+}
+
+std::vector<double> weights_of(const std::vector<CorpusWeight>& sources) {
+  std::vector<double> weights;
+  for (const CorpusWeight& source : sources) weights.push_back(source.weight);
+  return weights;
+}
+
+}  // namespace
+
+BatchLoader::BatchLoader(Options options)
+    : options_(std::move(options)),
+      corpora_(open_all(options_.sources)),
+      blend_(weights_of(options_.sources)) {
+  check_sources();
+}
+
+void BatchLoader::check_sources() const {
+  MARROW_CHECK(options_.seq_len >= 1, ExitCode::kUsage, Fix("set data.seq_len to 1 or more"),
+               "seq_len is {}, expected at least 1", options_.seq_len);
+  const IndexedCorpus* known = nullptr;  // the first whose tokenizer is known
+  for (const IndexedCorpus& corpus : corpora_) {
+    MARROW_CHECK(corpus.tokens() > 0, ExitCode::kBadInput,
+                 Fix("leave it out of the config, or tokenize its text again"),
+                 "corpus {} is empty: it has {} documents and 0 tokens", corpus.prefix(),
+                 corpus.documents());
+    MARROW_CHECK(corpus.tokens() > options_.seq_len, ExitCode::kBadInput,
+                 Fix("lower data.seq_len, or tokenize more text into it"),
+                 "corpus {} has {} tokens, too few for one sample of seq_len {} and its last "
+                 "target: {} are needed",
+                 corpus.prefix(), corpus.tokens(), options_.seq_len, options_.seq_len + 1);
+    if (!corpus.info()) continue;
+    const CorpusInfo& info = *corpus.info();
+    MARROW_CHECK(info.vocab_size <= options_.vocab_size, ExitCode::kBadInput,
+                 Fix("tokenize the text with the model's tokenizer, or raise vocab_size in the "
+                     "model's config.json"),
+                 "corpus {} was tokenized with {}, whose vocabulary of {} exceeds the model's "
+                 "vocab_size {}",
+                 corpus.prefix(), info.tokenizer, info.vocab_size, options_.vocab_size);
+    if (known == nullptr) known = &corpus;
+    MARROW_CHECK(info.tokenizer_hash == known->info()->tokenizer_hash, ExitCode::kBadInput,
+                 Fix("tokenize all corpora of a run with one tokenizer"),
+                 "corpus {} was tokenized with {} (hash {}), but {} with {} (hash {})",
+                 corpus.prefix(), info.tokenizer, info.tokenizer_hash, known->prefix(),
+                 known->info()->tokenizer, known->info()->tokenizer_hash);
+  }
+}
+
+int64_t BatchLoader::samples_per_epoch(size_t source) const {
+  return (corpora_.at(source).tokens() - 1) / options_.seq_len;
+}
+
+int64_t BatchLoader::samples_per_epoch() const {
+  int64_t sum = 0;
+  for (size_t k = 0; k < corpora_.size(); ++k) sum += samples_per_epoch(k);
+  return sum;
+}
+
+SequenceBatch BatchLoader::load(int64_t first, int64_t count) const {
+  const auto size = static_cast<size_t>(count * options_.seq_len);
+  SequenceBatch batch{.sequences = count,
+                      .seq_len = options_.seq_len,
+                      .tokens = std::vector<int32_t>(size),
+                      .targets = std::vector<int32_t>(size),
+                      .document_start = std::vector<int32_t>(size)};
+  for (int64_t i = 0; i < count; ++i) {
+    const auto [source, drawn] = blend_.at(first + i);
+    const int64_t epoch_size = samples_per_epoch(static_cast<size_t>(source));
+    const int64_t epoch = drawn / epoch_size, index = drawn % epoch_size;
+    const int64_t sample =
+        options_.shuffle
+            ? Permutation(epoch_size, permutation_key(options_.seed, source, epoch))(index)
+            : index;
+    fill(corpora_[static_cast<size_t>(source)], sample, i, batch);
+  }
+  return batch;
+}
+
+void BatchLoader::fill(const IndexedCorpus& corpus, int64_t sample, int64_t sequence,
+                       SequenceBatch& batch) const {
+  const auto length = static_cast<size_t>(options_.seq_len);
+  const int64_t first = sample * options_.seq_len;
+  const auto row = [&](std::vector<int32_t>& values) {
+    return std::span(values).subspan(static_cast<size_t>(sequence) * length, length);
+  };
+  const std::span<int32_t> tokens = row(batch.tokens), targets = row(batch.targets);
+  corpus.read(first, tokens, options_.vocab_size);
+  std::copy(tokens.begin() + 1, tokens.end(), targets.begin());
+  corpus.read(first + options_.seq_len, targets.last(1), options_.vocab_size);
+  if (options_.mask_documents) mark_documents(corpus, first, sequence, batch);
+}
+
+void BatchLoader::mark_documents(const IndexedCorpus& corpus, int64_t first, int64_t sequence,
+                                 SequenceBatch& batch) const {
+  const int64_t length = options_.seq_len, row = sequence * length;
+  int64_t start = 0;  // of the current document, within the sequence
+  int64_t filled = 0;
+  const auto fill_to = [&](int64_t end) {
+    std::fill(batch.document_start.begin() + row + filled, batch.document_start.begin() + row + end,
+              static_cast<int32_t>(start));
+    filled = end;
+  };
+  // A boundary right behind the sequence counts too: its last target belongs to the next document.
+  for (int64_t d = corpus.document_after(first); d < corpus.documents(); ++d) {
+    const int64_t begin = corpus.document_begin(d) - first;
+    if (begin > length) break;
+    fill_to(begin);
+    start = begin;
+    batch.targets[static_cast<size_t>(row + begin - 1)] = -1;
+  }
+  fill_to(length);
+}
+
+std::string BatchLoader::fingerprint() const {
+  std::string text;
+  for (size_t k = 0; k < corpora_.size(); ++k) {
+    const IndexedCorpus& corpus = corpora_[k];
+    text += fmt::format(
+        "{}{} documents, {} tokens, dtype {}, tokenizer {}, content {}, share {}/{}",
+        k == 0 ? "" : "; ", corpus.documents(), corpus.tokens(), corpus.dtype_code(),
+        corpus.info() ? corpus.info()->tokenizer_hash : "unknown", corpus.content_hash(),
+        blend_.per_period(static_cast<int64_t>(k)), blend_.period());
+  }
+  return text;
+}
+
+std::string BatchLoader::tokenizer_hash() const {
+  for (const IndexedCorpus& corpus : corpora_) {
+    if (corpus.info()) return corpus.info()->tokenizer_hash;
+  }
+  return "";
+}
+
+std::vector<std::string> BatchLoader::warnings() const {
+  std::vector<std::string> warnings;
+  for (const IndexedCorpus& corpus : corpora_) {
+    if (!corpus.warning().empty()) warnings.push_back(corpus.warning());
+  }
+  return warnings;
+}
+
+}  // namespace marrow

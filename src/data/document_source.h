@@ -1,0 +1,109 @@
+// Text inputs as a stream of documents: files, folders, JSON lines, gzip and zstd.
+//
+// What is read: *.jsonl (one document a line, its text in a field) and any other file as text (one
+// document a file), either of them also as *.gz or *.zst. A folder stands for the files below it,
+// in byte order of their paths; names that begin with a dot are passed over. Text is never changed:
+// CR LF, NUL and a byte order mark stay in the document (a mark before the first JSON line is no
+// part of it, and neither are blank lines).
+#pragma once
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/error.h"
+
+namespace marrow {
+
+// Why an input gives no document. Each is skipped and counted, or ends the run (`--on-error`).
+enum class InputFault {
+  kInvalidUtf8,    // bytes that are no UTF-8, or half a surrogate pair escaped in JSON
+  kEmptyDocument,  // no text at all
+  kNotJson,        // a line that is not JSON
+  kMissingField,   // a line without the field, or where it is no string
+  kTooLong,        // a document or line over Limits::document_bytes
+  kDamagedFile,    // truncated or corrupt gzip or zstd, or unreadable: what precedes still counts
+};
+constexpr size_t kInputFaults = 6;
+std::string_view fault_name(InputFault fault);
+
+struct BadInput {
+  InputFault fault;
+  int64_t line;  // 1-based, within the (decompressed) file
+  std::string detail;
+};
+
+// A stretch of one input file, small enough to be held in memory.
+struct InputBlock {
+  std::string path;
+  std::string text;  // whole lines, or a whole text file
+  bool json_lines = false;
+  int64_t first_line = 1;
+  std::optional<BadInput> fault;  // met behind `text`
+};
+
+class ByteReader;
+
+// Reads inputs block by block. Memory: one block, or one document where that is larger.
+class DocumentSource {
+ public:
+  struct Limits {
+    int64_t block_bytes = int64_t{1} << 20;
+    int64_t document_bytes = int64_t{512} << 20;
+  };
+  // Lists the files; one that does not exist, and a folder without files, is an Error (kUsage).
+  explicit DocumentSource(const std::vector<std::string>& inputs);
+  DocumentSource(const std::vector<std::string>& inputs, const Limits& limits);
+  ~DocumentSource();
+
+  bool next(InputBlock& block);                       // false at the end
+  int64_t disk_bytes() const { return disk_bytes_; }  // of all files, as they lie on disk
+  int64_t disk_bytes_read() const;
+
+ private:
+  void list_files(const std::vector<std::string>& inputs);
+  void open_file();
+  bool next_text(InputBlock& block);
+  bool next_lines(InputBlock& block);
+  void skip_line(InputBlock& block);
+  void close_file();
+  size_t read_more(std::string& text, int64_t bytes);
+
+  Limits limits_;
+  std::vector<std::string> files_;
+  int64_t disk_bytes_ = 0, disk_bytes_done_ = 0;
+  size_t file_ = 0;  // index of the open file, or of the next one
+  std::unique_ptr<ByteReader> reader_;
+  std::string rest_;  // of a line whose end is not read yet
+  int64_t line_ = 1;  // number of the line that rest_ belongs to
+};
+
+// The documents of one block, in order. Its views live as long as the block and the cursor, until
+// the next call.
+class DocumentCursor {
+ public:
+  DocumentCursor(const InputBlock& block, std::string field)
+      : block_(block), field_(std::move(field)), line_(block.first_line) {}
+
+  struct Item {
+    std::string_view text;
+    std::optional<BadInput> fault;  // then there is no text
+  };
+  bool next(Item& item);  // false at the end
+
+ private:
+  bool next_text(Item& item);
+  bool next_line(Item& item);
+  void read_line(std::string_view line, Item& item);
+
+  const InputBlock& block_;
+  std::string field_, scratch_;
+  int64_t line_;
+  size_t at_ = 0;
+  bool ended_ = false;
+};
+
+}  // namespace marrow

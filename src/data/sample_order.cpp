@@ -1,0 +1,134 @@
+#include "data/sample_order.h"
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <numeric>
+#include <queue>
+#include <tuple>
+
+#include "base/error.h"
+
+namespace marrow {
+namespace {
+
+constexpr int kRounds = 8;
+constexpr int64_t kMaxPeriod = int64_t{1} << 20;
+
+// Finalizer of SplitMix64: every input bit flips every output bit with probability 1/2.
+uint64_t mix(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+  return x ^ (x >> 31);
+}
+
+// `hash` scaled to [0, bound).
+uint64_t scale(uint64_t hash, uint64_t bound) {
+  return static_cast<uint64_t>(static_cast<unsigned __int128>(hash) * bound >> 64);
+}
+
+}  // namespace
+
+uint64_t permutation_key(int64_t seed, int64_t source, int64_t epoch) {
+  uint64_t key = mix(static_cast<uint64_t>(seed) + 0x9E3779B97F4A7C15u);
+  key = mix(key ^ (static_cast<uint64_t>(source) + 0xD1B54A32D192ED03u));
+  return mix(key ^ (static_cast<uint64_t>(epoch) + 0x8CB92BA72F3D8DD7u));
+}
+
+Permutation::Permutation(int64_t size, uint64_t key)
+    : size_(static_cast<uint64_t>(size)), key_(key) {
+  rows_ = static_cast<uint64_t>(std::ceil(std::sqrt(static_cast<double>(size))));
+  columns_ = (size_ + rows_ - 1) / rows_;
+}
+
+int64_t Permutation::operator()(int64_t index) const {
+  auto value = static_cast<uint64_t>(index);
+  do {
+    uint64_t row = value / columns_, column = value % columns_;
+    for (uint64_t round = 0; round < kRounds; round += 2) {
+      row += scale(mix(mix(key_ + round) ^ column), rows_);
+      if (row >= rows_) row -= rows_;
+      column += scale(mix(mix(key_ + round + 1) ^ row), columns_);
+      if (column >= columns_) column -= columns_;
+    }
+    value = row * columns_ + column;
+  } while (value >= size_);
+  return static_cast<int64_t>(value);
+}
+
+Blend::Blend(const std::vector<double>& weights) {
+  double sum = 0;
+  for (const double weight : weights) {
+    MARROW_CHECK(std::isfinite(weight) && weight > 0, ExitCode::kUsage,
+                 Fix("give every entry of data.train a weight above 0, or leave it out"),
+                 "a corpus has weight {}, expected a number above 0", weight);
+    sum += weight;
+  }
+  std::vector<double> shares;
+  for (const double weight : weights) {
+    shares.push_back(weight / sum);
+    MARROW_CHECK(shares.back() * kMaxPeriod >= 1, ExitCode::kUsage,
+                 Fix("raise this weight in data.train, or leave the corpus out"),
+                 "weight {} is a share of {} of all weights, below the smallest possible, 1/{}",
+                 weight, shares.back(), kMaxPeriod);
+  }
+  if (shares.size() < 2) {
+    counts_.assign(shares.size(), 1);
+    return;
+  }
+  find_period(shares);
+  schedule();
+}
+
+void Blend::find_period(const std::vector<double>& shares) {
+  const auto exact = [&](int64_t period) {
+    return std::all_of(shares.begin(), shares.end(), [&](double share) {
+      const double count = share * static_cast<double>(period);
+      return count > 0.5 && std::abs(count - std::round(count)) < 1e-9;
+    });
+  };
+  while (period_ < kMaxPeriod && !exact(period_)) ++period_;
+  std::vector<std::pair<double, size_t>> remainders;
+  for (size_t k = 0; k < shares.size(); ++k) {
+    const double count = shares[k] * static_cast<double>(period_) + 1e-9;
+    counts_.push_back(static_cast<int64_t>(count));
+    remainders.emplace_back(-(count - std::floor(count)), k);
+  }
+  // Rounding down leaves fewer than one sample a source: they go to the largest remainders.
+  std::sort(remainders.begin(), remainders.end());
+  int64_t left = period_ - std::accumulate(counts_.begin(), counts_.end(), int64_t{0});
+  for (size_t i = 0; left > 0; ++i, --left) ++counts_[remainders[i].second];
+}
+
+// Sample j of a source with c samples in a period of D belongs into the slots from ⌊jD/c⌋ to before
+// ⌈(j+1)D/c⌉: that is what staying within 1 of its share means. The earliest deadline first meets
+// all of them, for the fractional schedule does and unit jobs on one processor need no more.
+void Blend::schedule() {
+  using Job = std::tuple<int64_t, int64_t, int64_t>;  // release or deadline, source, rank
+  using Earliest = std::priority_queue<Job, std::vector<Job>, std::greater<>>;
+  Earliest waiting, ready;
+  for (size_t k = 0; k < counts_.size(); ++k) waiting.emplace(0, static_cast<int64_t>(k), 0);
+  for (int64_t slot = 0; slot < period_; ++slot) {
+    while (!waiting.empty() && std::get<0>(waiting.top()) <= slot) {
+      const auto [release, source, rank] = waiting.top();
+      waiting.pop();
+      const int64_t count = per_period(source);
+      ready.emplace(((rank + 1) * period_ + count - 1) / count, source, rank);
+    }
+    const auto [deadline, source, rank] = ready.top();
+    ready.pop();
+    sources_.push_back(static_cast<int32_t>(source));
+    ranks_.push_back(static_cast<int32_t>(rank));
+    const int64_t count = per_period(source);
+    if (rank + 1 < count) waiting.emplace((rank + 1) * period_ / count, source, rank + 1);
+  }
+}
+
+Blend::Choice Blend::at(int64_t index) const {
+  if (counts_.size() == 1) return {0, index};
+  const auto slot = static_cast<size_t>(index % period_);
+  const int64_t source = sources_[slot];
+  return {source, index / period_ * per_period(source) + ranks_[slot]};
+}
+
+}  // namespace marrow

@@ -1,0 +1,240 @@
+#include "data/tokenize_corpus.h"
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <exception>
+#include <map>
+#include <mutex>
+#include <thread>
+
+#include "data/indexed_corpus.h"
+
+namespace marrow {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int64_t kBytesInFlight = int64_t{64} << 20;
+constexpr int64_t kWarnings = 10;
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+struct LocatedFault {
+  std::string path;
+  BadInput input;
+};
+
+// What became of one block.
+struct EncodedBlock {
+  std::vector<int32_t> ids, lengths;
+  std::vector<LocatedFault> faults;
+  int64_t bytes = 0;        // of the documents
+  int64_t block_bytes = 0;  // what it counts for against kBytesInFlight
+  std::exception_ptr error;
+};
+
+std::string progress_line(const TokenizeResult& result, double share, double seconds) {
+  constexpr double kMega = 1e6;
+  const double megabytes = static_cast<double>(result.bytes) / kMega;
+  std::string line = fmt::format("tokenize {:5.1f}%  {} documents  {:.1f} MB  {:.1f} MB/s",
+                                 100 * share, result.documents, megabytes, megabytes / seconds);
+  if (share > 0) line += fmt::format("  {:.0f} s left", seconds * (1 - share) / share);
+  return line;
+}
+
+// Workers take numbered blocks from the source in turn, encode them side by side, and hand them in;
+// whoever hands in the next block in order writes it and its finished successors.
+class Pipeline {
+ public:
+  Pipeline(const TokenizeOptions& options, const Tokenizer& tokenizer, Logger& logger)
+      : options_(options),
+        tokenizer_(tokenizer),
+        logger_(logger),
+        source_(options.inputs, options.limits),
+        writer_(options.output,
+                {.tokenizer = tokenizer.name(),
+                 .tokenizer_hash = tokenizer.hash(),
+                 .vocab_size = tokenizer.vocab_size(),
+                 .end_of_document =
+                     options.append_end_of_document ? tokenizer.end_of_document() : std::nullopt},
+                options.overwrite) {}
+
+  TokenizeResult run() {
+    const int64_t cores = std::max(1u, std::thread::hardware_concurrency());
+    const int64_t workers = options_.workers > 0 ? options_.workers : cores;
+    {
+      std::vector<std::jthread> threads;
+      for (int64_t i = 1; i < workers; ++i) threads.emplace_back([this] { work(); });
+      work();
+    }
+    if (failure_) std::rethrow_exception(failure_);
+    MARROW_CHECK(result_.documents > 0, ExitCode::kBadInput,
+                 Fix("give --input text, or the right --field"),
+                 "the input holds no document ({} were skipped)", result_.skipped);
+    writer_.finish();
+    result_.seconds = seconds_since(start_);
+    report_skipped();
+    return result_;
+  }
+
+ private:
+  void work() {
+    InputBlock block;
+    int64_t number = 0;
+    while (take(block, number)) {
+      EncodedBlock encoded;
+      encoded.block_bytes = static_cast<int64_t>(block.text.size());
+      try {
+        encode(block, encoded);
+      } catch (...) {
+        encoded.error = std::current_exception();
+      }
+      hand_in(number, std::move(encoded));
+    }
+  }
+
+  // The next block, once few enough bytes are in flight; false at the end or after a failure.
+  bool take(InputBlock& block, int64_t& number) {
+    const std::lock_guard one_reader(source_mutex_);
+    {
+      std::unique_lock lock(mutex_);
+      room_.wait(lock, [&] { return bytes_in_flight_ < kBytesInFlight || failure_; });
+      if (failure_) return false;
+    }
+    std::exception_ptr error;
+    bool taken = false;
+    try {
+      taken = source_.next(block);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    const std::lock_guard lock(mutex_);
+    if (error && !failure_) failure_ = error;
+    if (!taken || failure_) return false;
+    number = blocks_taken_++;
+    bytes_in_flight_ += static_cast<int64_t>(block.text.size());
+    disk_bytes_read_ = source_.disk_bytes_read();
+    return true;
+  }
+
+  void encode(const InputBlock& block, EncodedBlock& out) const {
+    DocumentCursor cursor(block, options_.field);
+    DocumentCursor::Item item;
+    while (cursor.next(item)) {
+      if (item.fault) {
+        out.faults.push_back({block.path, *item.fault});
+        if (!options_.skip_faults) return;
+        continue;
+      }
+      const size_t before = out.ids.size();
+      tokenizer_.encode(item.text, out.ids);
+      if (options_.append_end_of_document) out.ids.push_back(*tokenizer_.end_of_document());
+      const size_t length = out.ids.size() - before;
+      MARROW_CHECK(length <= INT32_MAX, ExitCode::kBadInput, Fix("split this document"),
+                   "{}: a document of {} tokens, the format's limit is {}", block.path, length,
+                   INT32_MAX);
+      out.lengths.push_back(static_cast<int32_t>(length));
+      out.bytes += static_cast<int64_t>(item.text.size());
+    }
+  }
+
+  void hand_in(int64_t number, EncodedBlock encoded) {
+    const std::lock_guard lock(mutex_);
+    finished_.emplace(number, std::move(encoded));
+    try {
+      for (auto next = finished_.find(blocks_written_); next != finished_.end() && !failure_;
+           next = finished_.find(blocks_written_)) {
+        write(next->second);
+        bytes_in_flight_ -= next->second.block_bytes;
+        finished_.erase(next);
+        ++blocks_written_;
+      }
+      check_interrupt();
+    } catch (...) {
+      if (!failure_) failure_ = std::current_exception();
+    }
+    room_.notify_all();
+    show_progress();
+  }
+
+  void write(const EncodedBlock& block) {
+    for (const LocatedFault& fault : block.faults) count_fault(fault);
+    if (block.error) std::rethrow_exception(block.error);
+    writer_.append(block.ids, block.lengths);
+    result_.documents = writer_.documents();
+    result_.tokens = writer_.tokens();
+    result_.bytes += block.bytes;
+  }
+
+  void count_fault(const LocatedFault& fault) {
+    const auto& [kind, line, detail] = fault.input;
+    MARROW_CHECK(options_.skip_faults, ExitCode::kBadInput,
+                 Fix("repair this input, or add --on-error skip to leave such documents out"),
+                 "{}:{}: {}: {}", fault.path, line, fault_name(kind), detail);
+    ++result_.faults[static_cast<size_t>(kind)];
+    if (++result_.skipped > kWarnings) return;
+    logger_.warn(
+        fmt::format("{}:{}: skipped, {}: {}{}", fault.path, line, fault_name(kind), detail,
+                    result_.skipped == kWarnings ? " (further ones are only counted)" : ""));
+  }
+
+  void check_interrupt() const {
+    const bool stop = options_.interrupted != nullptr && options_.interrupted->load();
+    MARROW_CHECK(!stop, ExitCode::kDeviceFault, Fix("run the command again"),
+                 "interrupted by a signal after {} documents; nothing was written under {}",
+                 result_.documents, options_.output);
+  }
+
+  void show_progress() {
+    const double seconds = seconds_since(start_);
+    if (seconds < next_progress_) return;
+    next_progress_ = seconds + options_.progress_seconds;
+    const auto total = static_cast<double>(std::max<int64_t>(source_.disk_bytes(), 1));
+    const double share = std::min(1.0, static_cast<double>(disk_bytes_read_) / total);
+    logger_.progress(progress_line(result_, share, seconds));
+  }
+
+  void report_skipped() {
+    if (result_.skipped == 0) return;
+    std::string line = fmt::format("skipped {} inputs:", result_.skipped);
+    for (size_t kind = 0; kind < kInputFaults; ++kind) {
+      if (result_.faults[kind] == 0) continue;
+      line +=
+          fmt::format(" {} {};", result_.faults[kind], fault_name(static_cast<InputFault>(kind)));
+    }
+    line.pop_back();
+    logger_.warn(line);
+  }
+
+  const TokenizeOptions& options_;
+  const Tokenizer& tokenizer_;
+  Logger& logger_;
+  const Clock::time_point start_ = Clock::now();
+
+  std::mutex source_mutex_;  // held while reading; taken before mutex_
+  DocumentSource source_;
+
+  std::mutex mutex_;  // guards all below
+  std::condition_variable room_;
+  CorpusWriter writer_;
+  TokenizeResult result_;
+  std::map<int64_t, EncodedBlock> finished_;
+  int64_t blocks_taken_ = 0, blocks_written_ = 0, bytes_in_flight_ = 0, disk_bytes_read_ = 0;
+  double next_progress_ = 0.5;  // seconds since the start
+  std::exception_ptr failure_;
+};
+
+}  // namespace
+
+TokenizeResult tokenize_corpus(const TokenizeOptions& options, const Tokenizer& tokenizer,
+                               Logger& logger) {
+  MARROW_CHECK(!options.append_end_of_document || tokenizer.end_of_document(), ExitCode::kUsage,
+               Fix("name it by --eod-id ID, or leave it out by --no-eod"),
+               "tokenizer {} has no end-of-document token", tokenizer.name());
+  return Pipeline(options, tokenizer, logger).run();
+}
+
+}  // namespace marrow
