@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Gathers build-gpu/marrow, its tests, configs and the small libraries that a machine with a GPU and
+# torch 2.11 but without this checkout's packages lacks. At most 64 MiB in bundle/.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+rm -rf bundle && mkdir -p bundle/lib bundle/bin
+for program in build-gpu/marrow build-gpu/test_* build-gpu/bench_*; do
+  [[ -x $program && -f $program ]] || continue
+  strip -o "bundle/bin/$(basename "$program")" "$program"
+  # torch, CUDA and glibc are on the other machine; everything else comes along.
+  ldd "$program" | awk '$3 ~ /^\// {print $3}' |
+    grep -vE '/\.venv/|/(libc|libm|libdl|librt|libpthread|libgcc_s|ld-linux[^/]*|libcuda|libutil)\.so' >> bundle/lib.txt || true
+done
+sort -u bundle/lib.txt | xargs -r cp -L -t bundle/lib && rm bundle/lib.txt
+cp -r configs bundle/
+mkdir -p bundle/tools && cp tools/gpu_env.sh bundle/tools/
+cp tools/run_gpu_tests.sh bundle/run_gpu_tests.sh
+size=$(du -sm bundle | cut -f 1)
+((size <= 64)) || { echo "bundle/ has $size MiB, at most 64 fit: $(du -m bundle/bin/* | sort -rn | head -n 3 | tr '\n' ' ')"; exit 1; }
