@@ -9,12 +9,15 @@ void* current_cuda_stream();
 
 }  // namespace marrow
 
-// Runs `call` where CUDA was built in; elsewhere a CUDA tensor cannot exist, and reaching this is an
-// error. Keeps NAME.cpp free of #ifdef.
+// Runs `call` where CUDA was built in; elsewhere a CUDA tensor cannot exist, and reaching this is
+// an error. Keeps NAME.cpp free of #ifdef.
 #ifdef MARROW_CUDA
 #define MARROW_CUDA_CALL(call) call
 #else
-#define MARROW_CUDA_CALL(call)                                                             \
-  MARROW_THROW(::marrow::ExitCode::kDeviceFault, ::marrow::Fix("build with the gpu preset"), \
-               "a CUDA tensor reached a build without CUDA kernels")
+#define MARROW_CUDA_CALL(call)                                                                 \
+  do {                                                                                         \
+    (void)sizeof(((call), 0)); /* its operands count as used */                                \
+    MARROW_THROW(::marrow::ExitCode::kDeviceFault, ::marrow::Fix("build with the gpu preset"), \
+                 "a CUDA tensor reached a build without CUDA kernels");                        \
+  } while (false)
 #endif

@@ -1,0 +1,80 @@
+// What the row-wise kernels share: wide loads and stores, sums over a block and over partial rows.
+#pragma once
+#include "ops/cuda_check.cuh"
+
+namespace marrow {
+
+using bf16 = __nv_bfloat16;
+
+template <typename T, int N>
+struct alignas(sizeof(T) * N) Pack {
+  T items[N];
+};
+
+// N consecutive elements as fp32, in one access of N·sizeof(T) bytes (at most 16; aligned).
+template <int N, typename T>
+__device__ __forceinline__ void load_pack(const T* from, float (&to)[N]) {
+  const Pack<T, N> pack = *reinterpret_cast<const Pack<T, N>*>(from);
+#pragma unroll
+  for (int i = 0; i < N; ++i) to[i] = static_cast<float>(pack.items[i]);
+}
+
+template <int N, typename T>
+__device__ __forceinline__ void store_pack(T* to, const float (&from)[N]) {
+  Pack<T, N> pack;
+#pragma unroll
+  for (int i = 0; i < N; ++i) pack.items[i] = static_cast<T>(from[i]);
+  *reinterpret_cast<Pack<T, N>*>(to) = pack;
+}
+
+// Sum over aligned groups of kLanes lanes of a warp; every lane of a group gets it.
+template <int kLanes>
+__device__ __forceinline__ float lane_sum(float value) {
+#pragma unroll
+  for (int step = kLanes / 2; step > 0; step /= 2) {
+    value += __shfl_xor_sync(0xffffffffu, value, step);
+  }
+  return value;
+}
+
+// Sum over a block of whole warps. `scratch` holds 32 floats per use: two uses in a row with the
+// same scratch need a __syncthreads between them.
+__device__ __forceinline__ float block_sum(float value, float* scratch) {
+  value = lane_sum<32>(value);
+  if (blockDim.x == 32) return value;
+  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = value;
+  __syncthreads();
+  float total = 0;
+  for (unsigned warp = 0; warp < blockDim.x / 32; ++warp) total += scratch[warp];
+  return total;
+}
+
+// target[c] += Σ_r partials[r · stride + c] for c < columns: 32 warps share the rows of 32 columns,
+// always in the same order. Launch with (columns + 31) / 32 blocks of (32, 32).
+static __global__ void add_column_sums(const float* partials, int64_t rows, int64_t stride,
+                                       int64_t columns, float* target) {
+  __shared__ float sums[32][33];
+  const int64_t column = static_cast<int64_t>(blockIdx.x) * 32 + threadIdx.x;
+  float sum = 0;
+  if (column < columns) {
+    for (int64_t row = threadIdx.y; row < rows; row += 32) sum += partials[row * stride + column];
+  }
+  sums[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y != 0 || column >= columns) return;
+  for (int warp = 1; warp < 32; ++warp) sum += sums[warp][threadIdx.x];
+  target[column] += sum;
+}
+
+inline void launch_add_column_sums(const float* partials, int64_t rows, int64_t stride,
+                                   int64_t columns, float* target, cudaStream_t stream) {
+  add_column_sums<<<(columns + 31) / 32, dim3(32, 32), 0, stream>>>(partials, rows, stride, columns,
+                                                                    target);
+  MARROW_CUDA_CHECK(cudaGetLastError());
+}
+
+inline bool aligned_to(const void* pointer, uintptr_t bytes) {
+  return pointer == nullptr || reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
+}
+
+}  // namespace marrow
