@@ -1,0 +1,114 @@
+// Checkpoints that do not depend on the mesh. DIR/step-00000100/ holds model-*.safetensors (fp32
+// masters under the Hub's names), optimizer-*.safetensors, trainer_state.json,
+// router_state.safetensors, config.json, run.toml, tokenizer files and the marker COMPLETE.
+#pragma once
+#include <thread>
+
+#include "base/log.h"
+#include "parallel/owned_range.h"
+#include "train/checkpoint_files.h"
+#include "train/trainer_state.h"
+
+namespace marrow {
+
+struct NamedTensor {
+  std::string name;
+  at::Tensor tensor;
+};
+
+// What one save writes, as one rank sees it.
+struct CheckpointContent {
+  TrainerState state;
+  std::vector<OwnedRange> ranges;         // of this rank; the ranks' together cover all tensors
+  std::vector<NamedTensor> router_state;  // small, of all layers; rank 0's is written
+  std::vector<SideFile> side_files;       // config.json, run.toml, tokenizer files; rank 0's
+};
+
+struct CheckpointWriterOptions {
+  std::string dir;
+  int64_t keep = 2;  // newest complete ones; 0 = all
+  bool async = true;
+  int64_t rank = 0, ranks = 1;
+  int64_t ranks_on_host = 1;                    // they share the memory for asynchronous copies
+  TensorDtype state_dtype = TensorDtype::kF32;  // of the optimizer state: kF32 or kBF16
+  int64_t max_shard_bytes = 5'000'000'000;
+  // Returns once all ranks have called it. With `async` it runs on the writing thread, so it must
+  // not use a communicator that the training thread uses.
+  std::function<void()> barrier = [] {};
+};
+
+// Saves. With `async`, save() returns once everything is copied to host memory; a thread writes,
+// and what goes wrong there is thrown by the next call of any member.
+class CheckpointWriter {
+ public:
+  // `model`: every tensor of the model (checkpoint_tensors). `log` must outlive this.
+  CheckpointWriter(CheckpointWriterOptions options, std::vector<CheckpointTensor> model,
+                   Logger& log);
+  ~CheckpointWriter();  // waits; errors are only logged: call finish() first
+  CheckpointWriter(const CheckpointWriter&) = delete;
+  CheckpointWriter& operator=(const CheckpointWriter&) = delete;
+
+  // Waits for the previous save, then saves as DIR/step-N. Collective. Errors: kDeviceFault for
+  // the disk, with earlier checkpoints untouched and the temporary removed.
+  void save(const CheckpointContent& content);
+  void poll();    // throws the error of a save in the background, if it has failed by now
+  void finish();  // waits for the save in the background and throws its error
+  // Host bytes of an asynchronous save of `ranges`.
+  static int64_t host_bytes(const std::vector<OwnedRange>& ranges);
+
+ private:
+  struct Piece {
+    std::string name;
+    int64_t begin = 0;
+    at::Tensor values;
+  };
+  std::vector<Piece> pieces_of(const std::vector<OwnedRange>& ranges) const;
+  bool copy_to_host(std::vector<Piece>& pieces);
+  void write(const std::vector<Piece>& pieces, const TrainerState& state,
+             const std::vector<SideFile>& side_files);
+  void write_steps(CheckpointFiles& files, const std::vector<Piece>& pieces,
+                   const std::vector<SideFile>& side_files);
+
+  CheckpointWriterOptions options_;
+  std::vector<CheckpointTensor> model_;
+  std::unordered_map<std::string, const CheckpointTensor*> by_name_;
+  Logger& log_;
+  at::Tensor host_;  // bytes, kept between saves: pinning memory is slow
+  std::thread thread_;
+  std::atomic<bool> writing_ = false;
+  std::exception_ptr failure_;
+};
+
+// A complete checkpoint, open for reading.
+class Checkpoint {
+ public:
+  // Errors (kBadInput) that name what is missing or damaged.
+  explicit Checkpoint(const std::string& folder);
+
+  const std::string& folder() const { return folder_; }
+  const TrainerState& state() const { return state_; }
+  const Json& config() const { return config_; }  // the model's config.json
+  std::vector<SideFile> tokenizer_files() const { return read_tokenizer_files(folder_); }
+
+  // Fills the masters; errors unless the files hold exactly the tensors of `model`.
+  void load_weights(const std::vector<HubTensor>& model, bool tied_embeddings,
+                    const std::vector<OwnedRange>& ranges) const;
+  // Fills exp_avg and exp_avg_sq where they are defined; their absence in the files is an error.
+  void load_optimizer(const std::vector<OwnedRange>& ranges) const;
+  std::vector<NamedTensor> router_state() const;
+
+ private:
+  std::string folder_;
+  TrainerState state_;
+  Json config_;
+};
+
+// The newest complete checkpoint in `dir`, if any. Each newer one that is damaged or was not
+// finished is named in a warning.
+std::optional<Checkpoint> newest_checkpoint(const std::string& dir, Logger& log);
+// `path` itself where it is a checkpoint, else the newest one in it or in its checkpoints/.
+Checkpoint open_checkpoint(const std::string& path, Logger& log);
+// Is `path` meant as a checkpoint (or holds some), rather than a Hugging Face folder?
+bool is_checkpoint_path(const std::string& path);
+
+}  // namespace marrow
