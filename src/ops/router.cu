@@ -1,0 +1,285 @@
+#include <algorithm>
+#include <climits>
+
+#include "ops/cuda_check.cuh"
+#include "ops/router_cuda.h"
+
+namespace marrow {
+namespace {
+
+constexpr int kWarps = 8;
+constexpr int kThreads = kWarps * 32;
+constexpr unsigned kAll = ~0u;
+
+__device__ float warp_sum(float x) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(kAll, x, step);
+  return x;
+}
+
+__device__ float warp_max(float x) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(kAll, x, step));
+  return x;
+}
+
+// An integer that orders as the float does; never 0, which marks what was taken.
+__device__ unsigned ordered(float x) {
+  const unsigned bits = __float_as_uint(x + 0.0f);
+  return max(1u, bits ^ ((bits >> 31) != 0 ? 0xffffffffu : 0x80000000u));
+}
+
+int64_t tokens_per_warp(const RouterShape& shape) {
+  return std::clamp<int64_t>(shape.tokens / (528 * kWarps), 1, 64);
+}
+
+// One warp a token; lane l holds experts l, l + 32, …
+template <int kPerLane>
+__global__ void forward(RouterShape shape, int64_t per_warp, int64_t blocks_per_group,
+                        float* probabilities, const float* selection_bias, float* lse,
+                        int32_t* experts, float* weights, int32_t* counts, float* partial_sums) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int expert_count = static_cast<int>(shape.experts), top_k = static_cast<int>(shape.top_k);
+  __shared__ int histogram[kPerLane * 32];
+  __shared__ float sums[kWarps][kPerLane * 32 + 1];
+  for (int e = threadIdx.x; e < kPerLane * 32; e += kThreads) histogram[e] = 0;
+  __syncthreads();
+
+  const int64_t group = blockIdx.x / blocks_per_group, block = blockIdx.x % blocks_per_group;
+  const int64_t group_tokens = shape.tokens / shape.groups;
+  const int64_t begin = (block * kWarps + warp) * per_warp;
+  const int64_t end = min(begin + per_warp, group_tokens);
+  float totals[kPerLane] = {}, z_total = 0.0f;
+  for (int64_t token = group * group_tokens + begin; token < group * group_tokens + end; ++token) {
+    float* row = probabilities + token * expert_count;
+    float logits[kPerLane], p[kPerLane];
+    unsigned keys[kPerLane];
+    float top = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int e = i * 32 + lane;
+      logits[i] = e < expert_count ? row[e] : -INFINITY;
+      keys[i] = e < expert_count ? ordered(logits[i]) : 0;
+      top = fmaxf(top, logits[i]);
+    }
+    top = warp_max(top);
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      p[i] = i * 32 + lane < expert_count ? expf(logits[i] - top) : 0.0f;
+      sum += p[i];
+    }
+    sum = warp_sum(sum);
+    const float log_sum = top + logf(sum), inverse = 1.0f / sum;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int e = i * 32 + lane;
+      if (e >= expert_count) continue;
+      totals[i] += p[i] * inverse;
+      row[e] = p[i] * inverse;
+      if (selection_bias != nullptr) keys[i] = ordered(p[i] * inverse + selection_bias[e]);
+    }
+    z_total += log_sum * log_sum;
+    if (lane == 0) lse[token] = log_sum;
+
+    int chosen = 0;           // lane j: the j-th expert
+    float value = -INFINITY;  // and its logit
+    for (int j = 0; j < top_k; ++j) {
+      int expert;
+      if (shape.forced) {
+        expert = static_cast<int>((token * top_k + j) % expert_count);
+      } else {
+        unsigned best = 0;
+        int best_expert = INT_MAX;
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) {
+          if (keys[i] > best) {
+            best = keys[i];
+            best_expert = i * 32 + lane;
+          }
+        }
+        const unsigned highest = __reduce_max_sync(kAll, best);
+        expert = __reduce_min_sync(kAll, best == highest ? best_expert : INT_MAX);
+      }
+      float mine = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+        if (i * 32 + lane == expert) {
+          mine = logits[i];
+          keys[i] = 0;
+        }
+      }
+      mine = __shfl_sync(kAll, mine, expert % 32);
+      if (lane == j) {
+        chosen = expert;
+        value = mine;
+      }
+    }
+    const bool active = lane < top_k;
+    // Normalised weights are the softmax of the chosen logits; no probability need be above 0.
+    const float shift = shape.normalize ? warp_max(value) : log_sum;
+    float weight = active ? expf(value - shift) : 0.0f;
+    if (shape.normalize) weight /= warp_sum(weight);
+    if (active) {
+      experts[token * top_k + lane] = chosen;
+      weights[token * top_k + lane] = weight * shape.scale;
+      atomicAdd(&histogram[chosen], 1);  // integers: any order gives the same sum
+    }
+  }
+
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) sums[warp][i * 32 + lane] = totals[i];
+  if (lane == 0) sums[warp][kPerLane * 32] = z_total;
+  __syncthreads();
+  for (int e = threadIdx.x; e <= expert_count; e += kThreads) {
+    const int column = e == expert_count ? kPerLane * 32 : e;
+    float sum = 0.0f;
+    for (int w = 0; w < kWarps; ++w) sum += sums[w][column];
+    partial_sums[int64_t{blockIdx.x} * (expert_count + 1) + e] = sum;
+    if (e < expert_count && histogram[e] > 0) {
+      atomicAdd(&counts[group * expert_count + e], histogram[e]);
+    }
+  }
+}
+
+// Block (c, g) sums column tile c of group g's partial sums in a fixed order; block (0, G) sums z.
+__global__ void finish(const float* partial_sums, int64_t blocks_per_group, int64_t groups,
+                       int64_t experts, float* probability_sums, float* z_sum) {
+  __shared__ double sums[32][33];
+  const int64_t group = blockIdx.y;
+  const bool z = group == groups;
+  const int64_t column = z ? experts : int64_t{blockIdx.x} * 32 + threadIdx.x;
+  const int64_t first = z ? 0 : group * blocks_per_group;
+  const int64_t count = z ? groups * blocks_per_group : blocks_per_group;
+  const bool active = z ? blockIdx.x == 0 && threadIdx.x == 0 : column < experts;
+  double sum = 0.0;
+  if (active) {
+#pragma unroll 4
+    for (int64_t b = threadIdx.y; b < count; b += 32) {
+      sum += partial_sums[(first + b) * (experts + 1) + column];
+    }
+  }
+  sums[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y != 0 || !active) return;
+  sum = 0.0;
+  for (int y = 0; y < 32; ++y) sum += sums[y][threadIdx.x];
+  *(z ? z_sum : probability_sums + group * experts + column) = static_cast<float>(sum);
+}
+
+template <int kPerLane>
+__global__ void backward(RouterShape shape, const float* probabilities, const float* lse,
+                         const int32_t* experts, const float* weights, const float* d_weights,
+                         const float* balance_gradient, float z_loss_gradient, float* d_logits,
+                         __nv_bfloat16* split) {
+  const int64_t token = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / 32;
+  if (token >= shape.tokens) return;
+  const int lane = threadIdx.x % 32;
+  const int expert_count = static_cast<int>(shape.experts), top_k = static_cast<int>(shape.top_k);
+  const float* row = probabilities + token * expert_count;
+  const int64_t group = token / (shape.tokens / shape.groups);
+
+  int chosen = -1;
+  float d_chosen = 0.0f;  // of the weight's logit (normalize), else of its probability
+  if (lane < top_k && d_weights != nullptr) {
+    chosen = experts[token * top_k + lane];
+    d_chosen = d_weights[token * top_k + lane];
+  }
+  if (shape.normalize && d_weights != nullptr) {
+    const float weight = lane < top_k ? weights[token * top_k + lane] : 0.0f;
+    const float mean = warp_sum(weight * d_chosen) / shape.scale;
+    d_chosen = weight * (d_chosen - mean);
+  } else {
+    d_chosen *= shape.scale;
+  }
+  float p[kPerLane], d_p[kPerLane], d_logit[kPerLane];
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    const int e = i * 32 + lane;
+    const bool valid = e < expert_count;
+    p[i] = valid ? row[e] : 0.0f;
+    d_p[i] =
+        valid && balance_gradient != nullptr ? balance_gradient[group * expert_count + e] : 0.0f;
+    d_logit[i] = 0.0f;
+  }
+  for (int j = 0; j < top_k; ++j) {
+    const int e = __shfl_sync(kAll, chosen, j);
+    const float d = __shfl_sync(kAll, d_chosen, j);
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      if (e != i * 32 + lane) continue;
+      (shape.normalize ? d_logit[i] : d_p[i]) += d;
+    }
+  }
+  float mean = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) mean += p[i] * d_p[i];
+  mean = warp_sum(mean);
+  const float z = 2.0f * z_loss_gradient * lse[token];
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    const int e = i * 32 + lane;
+    if (e >= expert_count) continue;
+    const float d = d_logit[i] + p[i] * (d_p[i] - mean + z);
+    if (split == nullptr) {
+      d_logits[token * expert_count + e] = d;
+      continue;
+    }
+    const __nv_bfloat16 high = __float2bfloat16_rn(d);
+    split[token * 2 * expert_count + e] = high;
+    split[(token * 2 + 1) * expert_count + e] = __float2bfloat16_rn(d - __bfloat162float(high));
+  }
+}
+
+// Calls body with the number of experts a lane holds, as a compile-time constant.
+template <typename Body>
+void with_per_lane(int64_t experts, const Body& body) {
+  if (experts <= 32) return body.template operator()<1>();
+  if (experts <= 64) return body.template operator()<2>();
+  if (experts <= 128) return body.template operator()<4>();
+  if (experts <= 256) return body.template operator()<8>();
+  body.template operator()<16>();
+}
+
+}  // namespace
+
+int64_t router_blocks_per_group(const RouterShape& shape) {
+  const int64_t per_block = tokens_per_warp(shape) * kWarps;
+  return (shape.tokens / shape.groups + per_block - 1) / per_block;
+}
+
+void router_forward_cuda(const RouterShape& shape, float* probabilities,
+                         const float* selection_bias, float* lse, int32_t* experts, float* weights,
+                         int32_t* counts, float* partial_sums, float* probability_sums,
+                         float* z_sum, void* stream) {
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  const int64_t blocks = router_blocks_per_group(shape);
+  if (blocks > 0) {
+    with_per_lane(shape.experts, [&]<int kPerLane>() {
+      forward<kPerLane><<<static_cast<unsigned>(blocks * shape.groups), kThreads, 0, cuda_stream>>>(
+          shape, tokens_per_warp(shape), blocks, probabilities, selection_bias, lse, experts,
+          weights, counts, partial_sums);
+    });
+  }
+  const dim3 grid(static_cast<unsigned>((shape.experts + 31) / 32),
+                  static_cast<unsigned>(shape.groups + 1));
+  finish<<<grid, dim3(32, 32), 0, cuda_stream>>>(partial_sums, blocks, shape.groups, shape.experts,
+                                                 probability_sums, z_sum);
+  MARROW_CUDA_CHECK(cudaGetLastError());
+}
+
+void router_backward_cuda(const RouterShape& shape, const float* probabilities, const float* lse,
+                          const int32_t* experts, const float* weights, const float* d_weights,
+                          const float* balance_gradient, float z_loss_gradient, float* d_logits,
+                          void* split, void* stream) {
+  const auto blocks = static_cast<unsigned>((shape.tokens + kWarps - 1) / kWarps);
+  if (blocks == 0) return;
+  with_per_lane(shape.experts, [&]<int kPerLane>() {
+    backward<kPerLane><<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+        shape, probabilities, lse, experts, weights, d_weights, balance_gradient, z_loss_gradient,
+        d_logits, static_cast<__nv_bfloat16*>(split));
+  });
+  MARROW_CUDA_CHECK(cudaGetLastError());
+}
+
+}  // namespace marrow
