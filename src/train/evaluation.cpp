@@ -4,8 +4,7 @@ namespace marrow {
 
 EvaluationResult evaluate_corpus(Executor& executor, const BatchLoader& loader, at::Device device,
                                  const EvaluationSizes& sizes) {
-  const at::Tensor sum =
-      at::zeros({1}, at::TensorOptions().device(device).dtype(at::kDouble));
+  const at::Tensor sum = at::zeros({1}, at::TensorOptions().device(device).dtype(at::kDouble));
   EvaluationResult result;
   for (int64_t first = 0; first < sizes.sequences; first += sizes.micro_batch) {
     const int64_t count = std::min(sizes.micro_batch, sizes.sequences - first);

@@ -94,6 +94,13 @@ struct PretrainConfig {
 PretrainConfig read_pretrain_config(const std::string& path,
                                     const std::vector<std::string>& overrides, bool have_gpu);
 
+// Puts in the "auto" dimension and checks the mesh against the number of processes, and the batch
+// sizes against the mesh. Errors (kUsage) name the nearest sizes that fit.
+void resolve_mesh(PretrainConfig& config, int64_t world);
+
+// Every key with its default, valid values and meaning: `marrow pretrain --help-config`.
+std::string config_help();
+
 // The resolved config as TOML that read_pretrain_config reads back to the same values.
 std::string to_toml(const PretrainConfig& config);
 

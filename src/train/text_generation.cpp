@@ -32,7 +32,8 @@ int32_t choose_token(at::Tensor logits, const GenerationOptions& options, std::m
 }  // namespace
 
 std::vector<int32_t> generate_tokens(Executor& executor, const MoeModel& model, at::Device device,
-                                     std::vector<int32_t> prompt, const GenerationOptions& options) {
+                                     std::vector<int32_t> prompt,
+                                     const GenerationOptions& options) {
   MARROW_CHECK(!prompt.empty(), ExitCode::kUsage, Fix("give a prompt of at least one token"),
                "the prompt has no tokens");
   const int64_t prompt_size = static_cast<int64_t>(prompt.size());

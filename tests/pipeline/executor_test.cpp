@@ -84,7 +84,7 @@ TEST(Executor, EveryTargetWeighsTheSame) {
   auto tokens = random_tokens(2, 101, 6);
   auto targets = shifted(tokens);
   for (size_t i = 10; i < 101; ++i) targets[0][i] = -1;  // 10 targets
-  targets[1][100] = -1;                                   // 100 targets
+  targets[1][100] = -1;                                  // 100 targets
   ToyModel together({}), apart({});
   const double loss = together.accumulate(tokens, targets, 2);
   EXPECT_NEAR(apart.accumulate(tokens, targets, 1), loss, 1e-5 * loss);

@@ -41,8 +41,8 @@ TEST(RouterBalance, TheGradientIsTheSameAtEveryLayout) {
     const at::Tensor reference = balance_only(options, 1, 1);
     for (const int64_t micro_batch : {1, 2}) {
       for (const int64_t micro_batches : {1, 2, 4}) {
-        EXPECT_LE(relative_difference(balance_only(options, micro_batch, micro_batch * micro_batches),
-                                      reference),
+        EXPECT_LE(relative_difference(
+                      balance_only(options, micro_batch, micro_batch * micro_batches), reference),
                   1e-5);
       }
     }
@@ -61,8 +61,7 @@ TEST(RouterBalance, TheGradientIsAutogradsOfCoefficientTimesLoss) {
   const at::Tensor ours = toy.parameter("layers.0.router").grad;
 
   const std::vector<int32_t> starts(32, 0);
-  const MicroBatch batch =
-      make_micro_batch(tokens[0], starts, starts, 1, 32, false, at::kCPU);
+  const MicroBatch batch = make_micro_batch(tokens[0], starts, starts, 1, 32, false, at::kCPU);
   const auto layer = toy.model().make_layer(0, toy.store().table(), at::kCPU);
   WeightGradQueue queue;
   LayerContext context = batch.context;
@@ -70,8 +69,7 @@ TEST(RouterBalance, TheGradientIsAutogradsOfCoefficientTimesLoss) {
   at::Tensor normed;
   {
     const at::NoGradGuard no_grad;
-    const at::Tensor hidden =
-        toy.parameter("embedding").value.index_select(0, batch.tokens);
+    const at::Tensor hidden = toy.parameter("embedding").value.index_select(0, batch.tokens);
     normed = layer->attend_and_route(hidden, context).normed;
   }
   const at::Tensor weight = toy.parameter("layers.0.router").value.clone().requires_grad_();

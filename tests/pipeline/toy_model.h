@@ -65,9 +65,9 @@ class ToyModel {
       }
       const std::vector<int32_t> starts(flat_tokens.size(), 0);
       const double scale = valid > 0 ? loss_weight / static_cast<double>(valid) : 0.0;
-      executor_->train(make_micro_batch(flat_tokens, flat_targets, starts, micro_batch, length,
-                                        false, at::kCPU),
-                       scale, sum);
+      executor_->train(
+          make_micro_batch(flat_tokens, flat_targets, starts, micro_batch, length, false, at::kCPU),
+          scale, sum);
     }
     tracker_.end_step();
     return valid > 0 ? sum.item<double>() / static_cast<double>(valid) : 0.0;

@@ -1,0 +1,340 @@
+#include "train/pretrain_loop.h"
+
+#include <filesystem>
+
+#include "data/tokenizer.h"
+#include "pipeline/model_setup.h"
+#include "train/evaluation.h"
+#include "train/learning_rate.h"
+
+namespace marrow {
+namespace {
+
+constexpr double kHopperPeakTflops = 989.0;  // dense bf16, by the vendor's data sheet
+
+double balance_coefficient(const PretrainConfig& config, const ModelShape& shape) {
+  return config.router.coef >= 0 ? config.router.coef : shape.router_aux_loss_coef;
+}
+
+void check_model_fits(const PretrainConfig& config, const ModelShape& shape) {
+  MARROW_CHECK(config.data.seq_len <= shape.max_position, ExitCode::kUsage,
+               Fix("lower data.seq_len, or raise max_position_embeddings in the model's config"),
+               "data.seq_len = {} exceeds the model's max_position_embeddings = {}",
+               config.data.seq_len, shape.max_position);
+  MARROW_CHECK(config.router.balance != BalanceMode::kBias, ExitCode::kUsage,
+               Fix("set router.balance to \"global\", \"sequence\", \"micro\" or \"none\""),
+               "router.balance = \"bias\": this family's format cannot store a selection bias");
+}
+
+const char* optimizer_name(OptimizerName name) {
+  return name == OptimizerName::kMuon ? "muon" : "adamw";
+}
+
+at::ScalarType scalar_type(TrainDtype dtype) {
+  return dtype == TrainDtype::kBf16 ? at::kBFloat16 : at::kFloat;
+}
+
+}  // namespace
+
+PretrainLoop::PretrainLoop(const PretrainConfig& config, Logger& logger)
+    : config_(config),
+      logger_(logger),
+      device_(config.train.device == TrainDevice::kGpu ? at::Device(at::kCUDA, 0)
+                                                       : at::Device(at::kCPU)) {
+  model_config_text_ = read_text_file(config.model.config, ExitCode::kUsage);
+  model_ = open_model(Json::parse(model_config_text_, config.model.config, ExitCode::kUsage));
+  const ModelShape& shape = model_->shape();
+  check_model_fits(config_, shape);
+  set_cpu_threads(config.train.cpu_threads, 1);
+  at::globalContext().setDeterministicAlgorithms(config.train.deterministic, false);
+  open_data();
+  open_run_folder();
+
+  ParameterStore::Options store;
+  store.device = device_;
+  store.working_dtype = scalar_type(config.train.dtype);
+  store.state_dtype = scalar_type(config.optimizer.state_dtype);
+  store.muon = config.optimizer.name == OptimizerName::kMuon;
+  store_.emplace(store);
+  add_model_parameters(*model_, *store_);
+  optimizer_.emplace(*store_, config.optimizer);
+
+  BalanceTracker::Options balance;
+  balance.mode = config.router.balance;
+  balance.coef = balance_coefficient(config, shape);
+  balance.z_loss = config.router.z_loss;
+  balance.layers = shape.layers;
+  balance.experts = shape.experts;
+  balance.top_k = shape.top_k;
+  tracker_.emplace(balance, device_);
+
+  Executor::Options executor;
+  executor.recompute_layers = config.train.recompute == Recompute::kLayer;
+  executor.forced_routing = config.router.forced;
+  executor.deterministic = config.train.deterministic;
+  executor_.emplace(*model_, store_->table(), &*tracker_, device_, executor);
+
+  CheckpointWriterOptions writer;
+  writer.dir = config.checkpoint.dir;
+  writer.keep = config.checkpoint.keep;
+  writer.async = config.checkpoint.async;
+  writer.state_dtype =
+      config.optimizer.state_dtype == TrainDtype::kBf16 ? TensorDtype::kBF16 : TensorDtype::kF32;
+  checkpoints_.emplace(
+      writer, checkpoint_tensors(all_parameter_specs(*model_), config.optimizer.name), logger);
+  load_initial_state();
+  metrics_.emplace(config.log.dir, step_);
+}
+
+void PretrainLoop::open_data() {
+  BatchLoader::Options options;
+  options.seq_len = config_.data.seq_len;
+  options.seed = config_.train.seed;
+  options.vocab_size = model_->shape().vocab;
+  options.mask_documents = config_.data.mask_documents;
+  for (const DataSource& source : config_.data.train) {
+    options.sources.push_back({source.path, source.weight});
+  }
+  loader_.emplace(options);
+  for (const std::string& warning : loader_->warnings()) logger_.warn(warning);
+  options.shuffle = false;
+  for (const std::string& prefix : config_.data.validation) {
+    options.sources = {{prefix, 1.0}};
+    validation_.emplace_back(options);
+    for (const std::string& warning : validation_.back().warnings()) logger_.warn(warning);
+  }
+}
+
+void PretrainLoop::open_run_folder() {
+  std::filesystem::create_directories(config_.log.dir);
+  logger_.open_file(config_.log.dir + "/log-rank-0000.txt");
+  write_text_file_atomically(config_.log.dir + "/run.toml", to_toml(config_));
+}
+
+void PretrainLoop::load_initial_state() {
+  if (config_.checkpoint.resume) {
+    if (const auto checkpoint = newest_checkpoint(config_.checkpoint.dir, logger_)) {
+      resume_from(*checkpoint);
+      return;
+    }
+  }
+  if (config_.model.init_from.empty()) {
+    store_->initialize(config_.train.seed);
+  } else {
+    initialize_from(config_.model.init_from);
+  }
+}
+
+void PretrainLoop::resume_from(const Checkpoint& checkpoint) {
+  check_resumable(checkpoint.state(), checkpoint.config(), trainer_state(),
+                  Json::parse(model_config_text_, config_.model.config, ExitCode::kUsage));
+  const std::vector<OwnedRange> ranges = store_->owned_ranges();
+  checkpoint.load_weights(all_hub_tensors(*model_), model_->shape().tied_embeddings, ranges);
+  checkpoint.load_optimizer(ranges);
+  store_->copy_masters_to_working();
+  for (const NamedTensor& saved : checkpoint.router_state()) {
+    if (saved.name == "previous_counts") tracker_->previous_counts().copy_(saved.tensor);
+    if (saved.name == "bias") tracker_->bias().copy_(saved.tensor);
+  }
+  step_ = checkpoint.state().step;
+  consumed_sequences_ = checkpoint.state().consumed_sequences;
+  skipped_steps_ = checkpoint.state().skipped_steps;
+  saved_step_ = step_;
+  logger_.info(fmt::format("resumed from {} at step {}", checkpoint.folder(), step_));
+}
+
+void PretrainLoop::initialize_from(const std::string& path) {
+  const std::vector<OwnedRange> ranges = store_->owned_ranges();
+  if (is_checkpoint_path(path)) {
+    open_checkpoint(path, logger_)
+        .load_weights(all_hub_tensors(*model_), model_->shape().tied_embeddings, ranges);
+  } else {
+    WeightRules rules;
+    rules.tied_embeddings = model_->shape().tied_embeddings;
+    const ModelWeights weights(path, all_hub_tensors(*model_), rules);
+    for (const OwnedRange& range : ranges) weights.read(*range.tensor, range.begin, range.master);
+  }
+  store_->copy_masters_to_working();
+  logger_.info(fmt::format("initial weights from {}", path));
+}
+
+TrainerState PretrainLoop::trainer_state() const {
+  TrainerState state;
+  state.step = step_;
+  state.consumed_sequences = consumed_sequences_;
+  state.skipped_steps = skipped_steps_;
+  state.seed = config_.train.seed;
+  state.seq_len = config_.data.seq_len;
+  state.mask_documents = config_.data.mask_documents;
+  state.corpus = loader_->fingerprint();
+  state.tokenizer_hash = loader_->tokenizer_hash();
+  const std::optional<CorpusInfo> info = IndexedCorpus(config_.data.train[0].path).info();
+  if (info) {
+    state.tokenizer = info->tokenizer == "bytes" ? "bytes" : "tokenizer.json";
+    state.end_of_document = info->end_of_document.value_or(-1);
+  }
+  state.optimizer = optimizer_name(config_.optimizer.name);
+  state.state_dtype = config_.optimizer.state_dtype == TrainDtype::kBf16 ? "bf16" : "fp32";
+  return state;
+}
+
+std::vector<SideFile> PretrainLoop::tokenizer_files() const {
+  const std::optional<CorpusInfo> info = IndexedCorpus(config_.data.train[0].path).info();
+  if (!info) return {};
+  if (info->tokenizer == "bytes") return bytes_tokenizer_files();
+  const std::string folder = std::filesystem::path(info->tokenizer).parent_path().string();
+  std::vector<SideFile> files = read_tokenizer_files(folder.empty() ? "." : folder);
+  if (files.empty()) {
+    logger_.warn(fmt::format("the tokenizer of {} is no longer at {}: checkpoints will lack it",
+                             config_.data.train[0].path, info->tokenizer));
+  }
+  return files;
+}
+
+template <typename Body>
+void PretrainLoop::with_step(int64_t step, Body body) {
+  try {
+    body();
+  } catch (Error& error) {
+    error.add_who(fmt::format("step {}", step));
+    throw;
+  }
+}
+
+int64_t PretrainLoop::run(StopSignal& stop) {
+  last_report_ = std::chrono::steady_clock::now();
+  std::optional<PendingStep> pending;
+  const auto settle = [&] {
+    if (pending) report(std::move(*pending));
+    pending.reset();
+  };
+  while (step_ < config_.train.steps && !stop.requested()) {
+    const int64_t step = step_ + 1;
+    with_step(step, [&] {
+      PendingStep launched = launch_step(step);
+      // The previous step's numbers are read while the device works on this one.
+      settle();
+      pending.emplace(std::move(launched));
+      const bool last = step == config_.train.steps;
+      const auto due = [&](int64_t every) { return every > 0 && step % every == 0; };
+      if (device_.is_cpu() || last || due(config_.data.validate_every) ||
+          due(config_.checkpoint.every)) {
+        settle();
+      }
+      if (!validation_.empty() && (last || due(config_.data.validate_every))) validate(step);
+      if (last || due(config_.checkpoint.every)) save(step);
+      checkpoints_->poll();
+    });
+  }
+  settle();
+  if (saved_step_ != step_) save(step_);
+  checkpoints_->finish();
+  return step_;
+}
+
+PretrainLoop::PendingStep PretrainLoop::launch_step(int64_t step) {
+  const int64_t micro_batch = config_.train.micro_batch;
+  const int64_t sequences = config_.train.global_batch;
+  std::vector<SequenceBatch> batches;
+  int64_t targets = 0;
+  for (int64_t first = 0; first < sequences; first += micro_batch) {
+    batches.push_back(loader_->load(consumed_sequences_ + first, micro_batch));
+    targets += std::count_if(batches.back().targets.begin(), batches.back().targets.end(),
+                             [](int32_t target) { return target >= 0; });
+  }
+  if (targets == 0) logger_.warn(fmt::format("step {}: no target in the whole batch", step));
+  const double gradient_scale = targets > 0 ? 1.0 / static_cast<double>(targets) : 0.0;
+
+  const at::Tensor loss_sum =
+      at::zeros({1}, at::TensorOptions().device(device_).dtype(at::kDouble));
+  tracker_->begin_step(
+      {sequences * config_.data.seq_len, sequences, static_cast<int64_t>(batches.size())});
+  for (const SequenceBatch& batch : batches) {
+    executor_->train(
+        make_micro_batch(batch.tokens, batch.targets, batch.document_start, batch.sequences,
+                         batch.seq_len, config_.data.mask_documents, device_),
+        gradient_scale, loss_sum);
+  }
+  tracker_->end_step();
+  const double rate = learning_rate(config_.optimizer, step, config_.train.steps);
+  optimizer_->step(rate, step);
+  step_ = step;
+  consumed_sequences_ += sequences;
+  const at::Tensor numbers =
+      at::cat({loss_sum, optimizer_->grad_norm(), tracker_->losses().to(at::kDouble),
+               tracker_->load_max_over_mean().to(at::kDouble)});
+  return {step, targets, rate, DeferredValues(numbers)};
+}
+
+void PretrainLoop::report(PendingStep pending) {
+  const std::vector<double> values = pending.values.values();
+  const auto now = std::chrono::steady_clock::now();
+  const int64_t layers = model_->shape().layers;
+  StepMetrics metrics;
+  metrics.step = pending.step;
+  metrics.loss = pending.targets > 0 ? values[0] / static_cast<double>(pending.targets) : 0.0;
+  metrics.grad_norm = values[1];
+  metrics.balance_loss_per_layer.assign(values.begin() + 2, values.begin() + 2 + layers);
+  for (const double loss : metrics.balance_loss_per_layer) metrics.balance_loss += loss / layers;
+  metrics.expert_load_max_over_mean = *std::max_element(values.begin() + 2 + layers, values.end());
+  metrics.lr = pending.learning_rate;
+  metrics.tokens = config_.train.global_batch * config_.data.seq_len;
+  metrics.step_seconds = std::chrono::duration<double>(now - last_report_).count();
+  metrics.tokens_per_second = metrics.tokens / metrics.step_seconds;
+  metrics.tflops_per_gpu =
+      3e-12 * model_->forward_flops_per_token(config_.data.seq_len) * metrics.tokens_per_second;
+  metrics.mfu = device_.is_cuda() ? metrics.tflops_per_gpu / kHopperPeakTflops : std::nan("");
+  metrics.peak_memory_bytes = peak_memory_bytes(device_);
+  last_report_ = now;
+  metrics_->write(metrics);
+  if (pending.step % config_.log.every == 0) {
+    logger_.progress(console_line(metrics, config_.train.steps));
+  }
+  check_finite(pending.step, metrics.loss, metrics.grad_norm);
+}
+
+void PretrainLoop::check_finite(int64_t step, double loss, double grad_norm) {
+  if (std::isfinite(loss) && std::isfinite(grad_norm)) return;
+  ++skipped_steps_;
+  MARROW_CHECK(skipped_steps_ <= config_.train.skip_nonfinite, ExitCode::kDiverged,
+               Fix("lower optimizer.lr or lengthen optimizer.warmup_steps and resume from the last "
+                   "checkpoint; train.skip_nonfinite = N skips up to N such steps"),
+               "step {}: loss {} and gradient norm {} must be finite ({} such steps, "
+               "train.skip_nonfinite = {})",
+               step, loss, grad_norm, skipped_steps_, config_.train.skip_nonfinite);
+  logger_.warn(fmt::format("step {}: loss {}, gradient norm {}: update skipped ({} of {})", step,
+                           loss, grad_norm, skipped_steps_, config_.train.skip_nonfinite));
+}
+
+void PretrainLoop::validate(int64_t step) {
+  double loss = 0;
+  int64_t targets = 0;
+  for (const BatchLoader& loader : validation_) {
+    EvaluationSizes sizes;
+    sizes.sequences = std::min(config_.data.validate_sequences, loader.samples_per_epoch());
+    sizes.micro_batch = config_.train.micro_batch;
+    sizes.mask_documents = config_.data.mask_documents;
+    const EvaluationResult result = evaluate_corpus(*executor_, loader, device_, sizes);
+    loss += result.loss * static_cast<double>(result.targets);
+    targets += result.targets;
+  }
+  loss /= static_cast<double>(targets);
+  metrics_->write_validation(step, loss);
+  logger_.info(fmt::format("step {}: validation loss {:.4f}", step, loss));
+  last_report_ = std::chrono::steady_clock::now();
+}
+
+void PretrainLoop::save(int64_t step) {
+  CheckpointContent content;
+  content.state = trainer_state();
+  content.ranges = store_->owned_ranges();
+  content.router_state = {{"previous_counts", tracker_->previous_counts().cpu()},
+                          {"bias", tracker_->bias().cpu()}};
+  content.side_files = tokenizer_files();
+  content.side_files.push_back({"config.json", model_config_text_});
+  content.side_files.push_back({"run.toml", to_toml(config_)});
+  checkpoints_->save(content);
+  saved_step_ = step;
+}
+
+}  // namespace marrow

@@ -1,0 +1,71 @@
+// The training run: data in, steps, validation, checkpoints, metrics.
+#pragma once
+#include "base/log.h"
+#include "base/stop_signal.h"
+#include "data/batch_loader.h"
+#include "ops/device.h"
+#include "parallel/parameter_store.h"
+#include "pipeline/executor.h"
+#include "train/checkpoint.h"
+#include "train/metrics.h"
+#include "train/optimizer.h"
+#include "train/pretrain_config.h"
+
+namespace marrow {
+
+class PretrainLoop {
+ public:
+  // Opens model, corpora and the run folder, and loads the newest checkpoint or initial values.
+  // `logger` outlives the loop.
+  PretrainLoop(const PretrainConfig& config, Logger& logger);
+
+  // Trains up to config.train.steps, or until `stop` asks; then saves. Returns the last step.
+  int64_t run(StopSignal& stop);
+
+ private:
+  // A step whose numbers are still on their way from the device.
+  struct PendingStep {
+    int64_t step = 0;
+    int64_t targets = 0;
+    double learning_rate = 0;
+    DeferredValues values;  // Σ loss, gradient norm, balance losses, expert loads
+  };
+
+  void open_run_folder();
+  void open_data();
+  void load_initial_state();
+  void resume_from(const Checkpoint& checkpoint);
+  void initialize_from(const std::string& path);
+  std::vector<SideFile> tokenizer_files() const;
+  TrainerState trainer_state() const;
+
+  PendingStep launch_step(int64_t step);
+  void report(PendingStep pending);
+  void check_finite(int64_t step, double loss, double grad_norm);
+  void validate(int64_t step);
+  void save(int64_t step);
+  template <typename Body>
+  void with_step(int64_t step, Body body);
+
+  PretrainConfig config_;
+  Logger& logger_;
+  std::string model_config_text_;
+  std::unique_ptr<MoeModel> model_;
+  at::Device device_;
+  std::optional<BatchLoader> loader_;
+  std::vector<BatchLoader> validation_;
+  std::optional<ParameterStore> store_;
+  std::optional<BalanceTracker> tracker_;
+  std::optional<Executor> executor_;
+  std::optional<Optimizer> optimizer_;
+  std::optional<CheckpointWriter> checkpoints_;
+  std::optional<MetricsWriter> metrics_;
+
+  int64_t step_ = 0;                // done
+  int64_t consumed_sequences_ = 0;  // by those steps
+  int64_t skipped_steps_ = 0;
+  int64_t saved_step_ = -1;
+  std::chrono::steady_clock::time_point last_report_;
+};
+
+}  // namespace marrow
