@@ -1,0 +1,287 @@
+#include "ops/kernel_tools.cuh"
+#include "ops/qk_norm_rope_cuda.h"
+
+namespace marrow {
+namespace {
+
+// 16 lanes work on a head: each has kPairs elements of the first half and their partners in the
+// second, side by side where kPacked, else 16 apart (odd sizes). A warp takes a token's q and k
+// heads two by two, so that cos, sin and the norm weights stay in its registers.
+constexpr int kLanes = 16;
+constexpr int kWarps = 4;
+
+template <typename T, int kPairs, bool kPacked>
+struct Lane {
+  int64_t half;
+  int lane;  // in its group of 16
+
+  __device__ int64_t index(int pair) const {
+    return kPacked ? lane * kPairs + pair : lane + kLanes * pair;
+  }
+  template <typename Source>
+  __device__ void load(const Source* from, float (&to)[kPairs]) const {
+    if constexpr (kPacked) {
+      if constexpr (sizeof(Source) * kPairs <= 16) {
+        load_pack<kPairs>(from + lane * kPairs, to);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kPairs; i += 4) {
+          load_pack<4>(from + lane * kPairs + i, reinterpret_cast<float(&)[4]>(to[i]));
+        }
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        to[i] = index(i) < half ? static_cast<float>(from[index(i)]) : 0.0f;
+      }
+    }
+  }
+  __device__ void store(T* to, const float (&from)[kPairs]) const {
+    if constexpr (kPacked) {
+      if constexpr (sizeof(T) * kPairs <= 16) {
+        store_pack<kPairs>(to + lane * kPairs, from);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kPairs; i += 4) {
+          store_pack<4>(to + lane * kPairs + i, reinterpret_cast<const float(&)[4]>(from[i]));
+        }
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        if (index(i) < half) to[index(i)] = static_cast<T>(from[i]);
+      }
+    }
+  }
+};
+
+// The two norm weights (q's, k's), cos and sin that a lane needs for a token.
+template <int kPairs>
+struct Factors {
+  float first[2][kPairs], second[2][kPairs];
+  float cos[kPairs], sin[kPairs];
+};
+
+template <typename T, int kPairs, bool kPacked>
+__device__ __forceinline__ void load_norms(const QkNormRopeArgs& args,
+                                           const Lane<T, kPairs, kPacked>& lane,
+                                           Factors<kPairs>& factors) {
+  const T* norms[2] = {static_cast<const T*>(args.q_norm), static_cast<const T*>(args.k_norm)};
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    lane.load(norms[n], factors.first[n]);
+    lane.load(norms[n] + lane.half, factors.second[n]);
+  }
+}
+
+template <typename T, int kPairs, bool kPacked>
+__global__ void __launch_bounds__(32 * kWarps)
+    forward_kernel(const __grid_constant__ QkNormRopeArgs args, T* q, T* k) {
+  const int64_t token = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.y;
+  if (token >= args.tokens) return;
+  const int64_t size = args.head_size;
+  const Lane<T, kPairs, kPacked> lane{size / 2, static_cast<int>(threadIdx.x) % kLanes};
+  Factors<kPairs> factors;
+  load_norms<T, kPairs, kPacked>(args, lane, factors);
+  lane.load(args.cos + args.positions[token] * lane.half, factors.cos);
+  lane.load(args.sin + args.positions[token] * lane.half, factors.sin);
+  const int64_t heads = args.q_heads + args.kv_heads;
+  const T* row = static_cast<const T*>(args.qkv) + token * (heads + args.kv_heads) * size;
+#pragma unroll 2
+  for (int64_t h = threadIdx.x / kLanes; h < (heads + 1) / 2 * 2; h += 2) {
+    const bool valid = h < heads;  // all lanes take part in the sum
+    const int64_t head = valid ? h : heads - 1;
+    float a[kPairs];
+    float b[kPairs];
+    lane.load(row + head * size, a);
+    lane.load(row + head * size + lane.half, b);
+    float squares = 0;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) squares += a[i] * a[i] + b[i] * b[i];
+    squares = lane_sum<kLanes>(squares);
+    const float scale = 1.0f / sqrtf(squares / static_cast<float>(size) + args.eps);
+    const bool is_q = head < args.q_heads;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const float x = a[i] * scale * (is_q ? factors.first[0][i] : factors.first[1][i]);
+      const float y = b[i] * scale * (is_q ? factors.second[0][i] : factors.second[1][i]);
+      a[i] = x * factors.cos[i] - y * factors.sin[i];
+      b[i] = y * factors.cos[i] + x * factors.sin[i];
+    }
+    if (!valid) continue;
+    T* out = is_q ? q + (token * args.q_heads + head) * size
+                  : k + (token * args.kv_heads + head - args.q_heads) * size;
+    lane.store(out, a);
+    lane.store(out + lane.half, b);
+  }
+}
+
+template <typename T, int kPairs, bool kPacked>
+__global__ void __launch_bounds__(32 * kWarps)
+    backward_kernel(const __grid_constant__ QkNormRopeArgs args, const T* dq, const T* dk,
+                    const T* dv, T* d_qkv, float* partials) {
+  const int64_t size = args.head_size;
+  const Lane<T, kPairs, kPacked> lane{size / 2, static_cast<int>(threadIdx.x) % kLanes};
+  Factors<kPairs> factors;
+  load_norms<T, kPairs, kPacked>(args, lane, factors);
+  float d_first[2][kPairs] = {};
+  float d_second[2][kPairs] = {};
+  const int64_t heads = args.q_heads + args.kv_heads;
+  const int64_t group = threadIdx.x / kLanes;
+  for (int64_t token = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.y; token < args.tokens;
+       token += static_cast<int64_t>(gridDim.x) * kWarps) {
+    lane.load(args.cos + args.positions[token] * lane.half, factors.cos);
+    lane.load(args.sin + args.positions[token] * lane.half, factors.sin);
+    const int64_t start = token * (heads + args.kv_heads) * size;
+    const T* row = static_cast<const T*>(args.qkv) + start;
+    T* d_row = d_qkv + start;
+#pragma unroll 2
+    for (int64_t h = group; h < (heads + 1) / 2 * 2; h += 2) {
+      const bool valid = h < heads;
+      const int64_t head = valid ? h : heads - 1;
+      const bool is_q = head < args.q_heads;
+      const T* d_head = is_q ? dq + (token * args.q_heads + head) * size
+                             : dk + (token * args.kv_heads + head - args.q_heads) * size;
+      float a[kPairs];
+      float b[kPairs];
+      float da[kPairs];
+      float db[kPairs];
+      lane.load(row + head * size, a);
+      lane.load(row + head * size + lane.half, b);
+      lane.load(d_head, da);
+      lane.load(d_head + lane.half, db);
+      float squares = 0;
+      float dot = 0;
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        const float x = da[i] * factors.cos[i] + db[i] * factors.sin[i];
+        const float y = db[i] * factors.cos[i] - da[i] * factors.sin[i];
+        da[i] = x;
+        db[i] = y;
+        squares += a[i] * a[i] + b[i] * b[i];
+        dot += x * (is_q ? factors.first[0][i] : factors.first[1][i]) * a[i] +
+               y * (is_q ? factors.second[0][i] : factors.second[1][i]) * b[i];
+      }
+      squares = lane_sum<kLanes>(squares);
+      dot = lane_sum<kLanes>(dot);
+      const float scale = 1.0f / sqrtf(squares / static_cast<float>(size) + args.eps);
+      const float shift = dot * scale * scale / static_cast<float>(size);
+      if (!valid) continue;
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        const float first = da[i] * a[i] * scale;
+        const float second = db[i] * b[i] * scale;
+        d_first[0][i] += is_q ? first : 0.0f;
+        d_first[1][i] += is_q ? 0.0f : first;
+        d_second[0][i] += is_q ? second : 0.0f;
+        d_second[1][i] += is_q ? 0.0f : second;
+        a[i] = scale * (da[i] * (is_q ? factors.first[0][i] : factors.first[1][i]) - a[i] * shift);
+        b[i] =
+            scale * (db[i] * (is_q ? factors.second[0][i] : factors.second[1][i]) - b[i] * shift);
+      }
+      lane.store(d_row + head * size, a);
+      lane.store(d_row + head * size + lane.half, b);
+    }
+    for (int64_t h = group; h < args.kv_heads; h += 2) {
+      const T* from = dv + (token * args.kv_heads + h) * size;
+      float a[kPairs];
+      lane.load(from, a);
+      lane.store(d_row + (heads + h) * size, a);
+      lane.load(from + lane.half, a);
+      lane.store(d_row + (heads + h) * size + lane.half, a);
+    }
+  }
+  // The block's sum, in a fixed order: its 2·kWarps groups one after the other.
+  extern __shared__ float sums[];  // [2D]
+  for (int turn = 0; turn < 2 * kWarps; ++turn) {
+    if (turn == static_cast<int>(threadIdx.y * 2 + group)) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) {
+          if (lane.index(i) >= lane.half) continue;
+          float* first = sums + n * size + lane.index(i);
+          float* second = first + lane.half;
+          *first = (turn == 0 ? 0.0f : *first) + d_first[n][i];
+          *second = (turn == 0 ? 0.0f : *second) + d_second[n][i];
+        }
+      }
+    }
+    __syncthreads();
+  }
+  for (int64_t c = threadIdx.y * 32 + threadIdx.x; c < 2 * size; c += 32 * kWarps) {
+    partials[blockIdx.x * 2 * size + c] = sums[c];
+  }
+}
+
+template <typename T, int kPairs, bool kPacked>
+struct Launch {
+  static void forward(const QkNormRopeArgs& args, void* q, void* k, cudaStream_t stream) {
+    forward_kernel<T, kPairs, kPacked>
+        <<<(args.tokens + kWarps - 1) / kWarps, dim3(32, kWarps), 0, stream>>>(
+            args, static_cast<T*>(q), static_cast<T*>(k));
+  }
+  static void backward(const QkNormRopeArgs& args, const void* dq, const void* dk, const void* dv,
+                       void* d_qkv, float* partials, int64_t blocks, cudaStream_t stream) {
+    backward_kernel<T, kPairs, kPacked>
+        <<<blocks, dim3(32, kWarps), 2 * args.head_size * sizeof(float), stream>>>(
+            args, static_cast<const T*>(dq), static_cast<const T*>(dk), static_cast<const T*>(dv),
+            static_cast<T*>(d_qkv), partials);
+  }
+};
+
+// Calls run(Launch<…>) for the head size; `packed` where every pointer is aligned to 16 bytes.
+template <typename T, typename Run>
+void dispatch(int64_t head_size, bool packed, Run&& run) {
+  if (packed && head_size == 64) return run(Launch<T, 2, true>());
+  if (packed && head_size == 128) return run(Launch<T, 4, true>());
+  if (packed && head_size == 256) return run(Launch<T, 8, true>());
+  if (head_size <= 128) return run(Launch<T, 4, false>());
+  return run(Launch<T, 16, false>());
+}
+
+template <typename... Pointers>
+bool aligned(const QkNormRopeArgs& args, Pointers... pointers) {
+  return aligned_to(args.qkv, 16) && aligned_to(args.q_norm, 16) && aligned_to(args.k_norm, 16) &&
+         aligned_to(args.cos, 16) && aligned_to(args.sin, 16) && (aligned_to(pointers, 16) && ...);
+}
+
+}  // namespace
+
+void qk_norm_rope_forward_cuda(const QkNormRopeArgs& args, void* q, void* k, void* stream) {
+  const auto run = [&](auto launch) {
+    launch.forward(args, q, k, static_cast<cudaStream_t>(stream));
+  };
+  const bool packed = aligned(args, q, k);
+  if (args.bf16) {
+    dispatch<bf16>(args.head_size, packed, run);
+  } else {
+    dispatch<float>(args.head_size, packed, run);
+  }
+  MARROW_CUDA_CHECK(cudaGetLastError());
+}
+
+void qk_norm_rope_backward_cuda(const QkNormRopeArgs& args, const void* dq, const void* dk,
+                                const void* dv, void* d_qkv, float* partials, int64_t blocks,
+                                float* q_norm_grad, float* k_norm_grad, void* stream) {
+  auto* cuda_stream = static_cast<cudaStream_t>(stream);
+  const auto run = [&](auto launch) {
+    launch.backward(args, dq, dk, dv, d_qkv, partials, blocks, cuda_stream);
+  };
+  const bool packed = aligned(args, dq, dk, dv, static_cast<const void*>(d_qkv));
+  if (args.bf16) {
+    dispatch<bf16>(args.head_size, packed, run);
+  } else {
+    dispatch<float>(args.head_size, packed, run);
+  }
+  MARROW_CUDA_CHECK(cudaGetLastError());
+  const int64_t size = args.head_size;
+  if (q_norm_grad != nullptr) {
+    launch_add_column_sums(partials, blocks, 2 * size, size, q_norm_grad, cuda_stream);
+  }
+  if (k_norm_grad != nullptr) {
+    launch_add_column_sums(partials + size, blocks, 2 * size, size, k_norm_grad, cuda_stream);
+  }
+}
+
+}  // namespace marrow
