@@ -68,9 +68,10 @@ void embedding_forward_cuda(const int32_t* ids, const void* weight, void* out, i
 void embedding_backward_cuda(const int32_t* ids, const void* d_out, bool is_bf16, float* grad,
                              int64_t tokens, int64_t hidden, void* stream) {
   auto* cuda_stream = static_cast<cudaStream_t>(stream);
-  MARROW_CHECK(hidden % 4 != 0 || (aligned_to(grad, 16) && aligned_to(d_out, 16)),
-               ExitCode::kDeviceFault, Fix("align the gradient buffers to 16 bytes"),
-               "embedding: gradients at {} and {}", fmt::ptr(grad), fmt::ptr(d_out));
+  if (hidden % 4 == 0 && !(aligned_to(grad, 16) && aligned_to(d_out, 16))) {
+    throw_cuda_error("embedding_backward_cuda", "gradients must be aligned to 16 bytes", __FILE__,
+                     __LINE__);
+  }
   if (is_bf16) {
     add_rows<<<tokens, kThreads, 0, cuda_stream>>>(ids, static_cast<const bf16*>(d_out), grad,
                                                    hidden);

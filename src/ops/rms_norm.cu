@@ -132,9 +132,10 @@ __global__ void backward_kernel(const T* x, const T* d_normed, const T* d_sum, c
 unsigned threads_for(int64_t hidden, int width) {
   const int64_t per_warp = 32 * kItems * width;
   const int64_t threads = (hidden + per_warp - 1) / per_warp * 32;
-  MARROW_CHECK(threads <= 1024, ExitCode::kUsage, Fix("lower hidden_size in config.json"),
-               "rms_norm on the GPU: rows of {} elements, at most {} at this alignment", hidden,
-               1024 * kItems * width);
+  if (threads > 1024) {
+    throw_cuda_error("rms_norm", "rows are too long: lower hidden_size in config.json", __FILE__,
+                     __LINE__);
+  }
   return static_cast<unsigned>(threads);
 }
 
