@@ -1,0 +1,58 @@
+#include "ops/philox_normal.h"
+
+#include "ops/cpu_loops.h"
+#include "ops/cuda_launch.h"
+
+// From here on products and sums are never fused: the values must be the GPU's.
+#if defined(__clang__)
+#pragma clang fp contract(off)
+#else
+#pragma GCC optimize("fp-contract=off")
+#endif
+#include "ops/philox_normal_cuda.h"
+
+namespace marrow {
+namespace {
+
+uint64_t fnv1a(std::string_view text) {
+  uint64_t hash = 0xcbf29ce484222325u;
+  for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3u;
+  return hash;
+}
+
+template <typename T>
+void fill_cpu(T* out, int64_t n, const philox::Key& key, int64_t first, float std) {
+  at::parallel_for(first / 4, (first + n + 3) / 4, 4096, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block) {
+      float normals[4];
+      philox::normals_of_block(key, static_cast<uint64_t>(block), normals);
+      const int64_t last = std::min(block * 4 + 4, first + n);
+      for (int64_t element = std::max(block * 4, first); element < last; ++element) {
+        out[element - first] = static_cast<T>(philox::mul(normals[element - block * 4], std));
+      }
+    }
+  });
+}
+
+}  // namespace
+
+void philox_normal(at::Tensor out, int64_t seed, std::string_view name, int64_t first_element,
+                   double std) {
+  MARROW_CHECK(out.is_contiguous() && first_element >= 0, ExitCode::kUsage,
+               Fix("fill a contiguous tensor from an element index that is not negative"),
+               "philox_normal: {} {} from element {}", name, c10::str(out.sizes()), first_element);
+  if (out.numel() == 0) return;
+  const philox::Key key{static_cast<uint64_t>(seed), fnv1a(name)};
+  const auto deviation = static_cast<float>(std);
+  if (out.is_cuda()) {
+    MARROW_CUDA_CALL(philox_normal_cuda(out.data_ptr(), out.scalar_type() == at::kBFloat16,
+                                        out.numel(), key, first_element, deviation,
+                                        current_cuda_stream()));
+    return;
+  }
+  dispatch_working_dtype(out.scalar_type(), [&](auto zero) {
+    fill_cpu(out.data_ptr<decltype(zero)>(), out.numel(), key, first_element, deviation);
+  });
+}
+
+}  // namespace marrow

@@ -1,0 +1,40 @@
+#include "ops/cuda_check.cuh"
+#include "ops/philox_normal_cuda.h"
+
+namespace marrow {
+namespace {
+
+constexpr int kThreads = 256;
+
+// A thread fills what [first, first + n) holds of one Philox block of 4 elements.
+template <typename T>
+__global__ void fill(T* out, int64_t n, philox::Key key, int64_t first, float std) {
+  const int64_t block = first / 4 + static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (block * 4 >= first + n) return;
+  float normals[4];
+  philox::normals_of_block(key, static_cast<uint64_t>(block), normals);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int64_t element = block * 4 + i;
+    if (element < first || element >= first + n) continue;
+    out[element - first] = static_cast<T>(philox::mul(normals[i], std));
+  }
+}
+
+}  // namespace
+
+void philox_normal_cuda(void* out, bool bf16, int64_t n, const philox::Key& key,
+                        int64_t first_element, float std, void* stream) {
+  const int64_t blocks = (first_element + n + 3) / 4 - first_element / 4;
+  const int64_t grid = (blocks + kThreads - 1) / kThreads;
+  auto* cuda_stream = static_cast<cudaStream_t>(stream);
+  if (bf16) {
+    fill<<<grid, kThreads, 0, cuda_stream>>>(static_cast<__nv_bfloat16*>(out), n, key,
+                                             first_element, std);
+  } else {
+    fill<<<grid, kThreads, 0, cuda_stream>>>(static_cast<float*>(out), n, key, first_element, std);
+  }
+  MARROW_CUDA_CHECK(cudaGetLastError());
+}
+
+}  // namespace marrow
