@@ -1,0 +1,158 @@
+#include "ops/linear_cross_entropy.h"
+
+#include "ops/cpu_math.h"
+#include "ops/cuda_launch.h"
+#include "ops/linear_cross_entropy_cuda.h"
+
+namespace marrow {
+namespace {
+
+using at::Tensor;
+
+constexpr int64_t kGpuChunk = 2048;               // rows; 0.6 GB of bf16 logits at V = 151,936
+constexpr int64_t kCpuLogits = int64_t{1} << 22;  // elements that exist at a time on the CPU
+constexpr int64_t kCpuRows = 128;                 // of a task: its logits stay in the cache
+
+// -log p[target]; turns the row into scale · (p - onehot(target)) where scale is not 0.
+float cross_entropy_row(float* row, int64_t vocabulary, int64_t target, float scale) {
+  const int64_t whole = vocabulary / 8 * 8;
+  __m256 tops = _mm256_set1_ps(-INFINITY);
+  for (int64_t v = 0; v < whole; v += 8) tops = _mm256_max_ps(_mm256_loadu_ps(row + v), tops);
+  float top = max8(tops);
+  for (int64_t v = whole; v < vocabulary; ++v) top = std::max(top, row[v]);
+  const float target_logit = row[target];
+  const __m256 shift = _mm256_set1_ps(top);
+  __m256 sums = _mm256_setzero_ps();
+  for (int64_t v = 0; v < whole; v += 8) {
+    const __m256 e = exp8(_mm256_sub_ps(_mm256_loadu_ps(row + v), shift));
+    _mm256_storeu_ps(row + v, e);
+    sums = _mm256_add_ps(sums, e);
+  }
+  float sum = sum8(sums);
+  for (int64_t v = whole; v < vocabulary; ++v) sum += row[v] = std::exp(row[v] - top);
+  if (scale != 0.0f) {
+    const float factor = scale / sum;
+    for (int64_t v = 0; v < vocabulary; ++v) row[v] *= factor;
+    row[target] -= scale;
+  }
+  return top + std::log(sum) - target_logit;
+}
+
+LinearCrossEntropy run_cpu(const Tensor& x, const Parameter& weight, const Tensor& targets,
+                           double gradient_scale, bool with_gradient) {
+  const int64_t tokens = x.size(0), hidden = x.size(1), vocabulary = weight.value.size(0);
+  const Tensor xf = x.to(at::kFloat), wf = weight.value.detach().to(at::kFloat);
+  const auto* xs = xf.const_data_ptr<float>();
+  const auto* w = wf.const_data_ptr<float>();
+  const auto* target = targets.const_data_ptr<int32_t>();
+  const auto* bad =
+      std::find_if(target, target + tokens, [&](int32_t t) { return t < -1 || t >= vocabulary; });
+  MARROW_CHECK(bad == target + tokens, ExitCode::kBadInput,
+               Fix("tokenize the corpus with the model's tokenizer, or raise vocab_size"),
+               "target {} of token {} is outside the vocabulary of {}", *bad, bad - target,
+               vocabulary);
+  LinearCrossEntropy result{at::zeros({1}, xf.options()), {}};
+  if (with_gradient) result.d_x = at::empty(xf.sizes(), xf.options());
+  auto* dx = with_gradient ? result.d_x.mutable_data_ptr<float>() : nullptr;
+  auto* dw = with_gradient ? weight.grad.mutable_data_ptr<float>() : nullptr;
+  const float scale = with_gradient ? static_cast<float>(gradient_scale) : 0.0f;
+  const int64_t chunk = std::min(tokens, std::max<int64_t>(kCpuRows / 2, kCpuLogits / vocabulary));
+  const Tensor buffer = at::empty({chunk, vocabulary}, xf.options());
+  auto* logits = buffer.mutable_data_ptr<float>();
+  std::vector<float> losses(tokens);
+
+  const auto run_rows = [&](int64_t first, int64_t begin, int64_t end) {  // rows of the chunk
+    float* rows = logits + begin * vocabulary;
+    const int64_t count = end - begin;
+    sgemm(false, true, count, vocabulary, hidden, xs + (first + begin) * hidden, hidden, w, hidden,
+          0.0f, rows, vocabulary);
+    for (int64_t r = 0; r < count; ++r) {
+      const int64_t t = first + begin + r;
+      if (target[t] >= 0) {
+        losses[t] = cross_entropy_row(rows + r * vocabulary, vocabulary, target[t], scale);
+      } else {
+        std::fill_n(rows + r * vocabulary, vocabulary, 0.0f);
+      }
+    }
+    if (!with_gradient) return;
+    sgemm(false, false, count, hidden, vocabulary, rows, vocabulary, w, hidden, 0.0f,
+          dx + (first + begin) * hidden, hidden);
+  };
+  for (int64_t first = 0; first < tokens; first += chunk) {
+    const int64_t count = std::min(chunk, tokens - first);
+    at::parallel_for(0, count, kCpuRows / 2, [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; r += kCpuRows) {
+        run_rows(first, r, std::min(r + kCpuRows, end));
+      }
+    });
+    if (!with_gradient) continue;
+    at::parallel_for(0, vocabulary, 64, [&](int64_t begin, int64_t end) {
+      sgemm(true, false, end - begin, hidden, count, logits + begin, vocabulary,
+            xs + first * hidden, hidden, 1.0f, dw + begin * hidden, hidden);
+    });
+  }
+  double sum = 0.0;
+  for (const float loss : losses) sum += loss;
+  *result.loss_sum.mutable_data_ptr<float>() = static_cast<float>(sum);
+  if (with_gradient) result.d_x = result.d_x.to(x.scalar_type());
+  return result;
+}
+
+LinearCrossEntropy run_gpu(const Tensor& x, const Parameter& weight, const Tensor& targets,
+                           double gradient_scale, bool with_gradient) {
+  const int64_t tokens = x.size(0), vocabulary = weight.value.size(0);
+  const bool bf16 = x.scalar_type() == at::kBFloat16;
+  const auto floats = x.options().dtype(at::kFloat);
+  const Tensor w = weight.value.detach();
+  LinearCrossEntropy result{at::empty({1}, floats), {}};
+  if (with_gradient) result.d_x = at::empty(x.sizes(), x.options());
+  const Tensor losses = at::empty({tokens}, floats);
+  const Tensor buffer = at::empty({std::min(tokens, kGpuChunk), vocabulary}, x.options());
+  for (int64_t first = 0; first < tokens; first += kGpuChunk) {
+    const int64_t count = std::min(kGpuChunk, tokens - first);
+    const Tensor rows = x.detach().narrow(0, first, count);
+    Tensor logits = buffer.narrow(0, 0, count);
+    at::mm_out(logits, rows, w.t());
+    MARROW_CUDA_CALL(cross_entropy_cuda(
+        logits.mutable_data_ptr(), targets.const_data_ptr<int32_t>() + first,
+        losses.mutable_data_ptr<float>() + first, count, vocabulary, bf16,
+        static_cast<float>(gradient_scale), with_gradient, current_cuda_stream()));
+    if (!with_gradient) continue;
+    Tensor dx = result.d_x.narrow(0, first, count), dw = weight.grad;
+    at::mm_out(dx, logits, w);
+    if (bf16) {
+      at::addmm_out(dw, dw, logits.t(), rows, at::kFloat, 1, 1);
+    } else {
+      at::addmm_out(dw, dw, logits.t(), rows);
+    }
+  }
+  MARROW_CUDA_CALL(sum_losses_cuda(losses.const_data_ptr<float>(), tokens,
+                                   result.loss_sum.mutable_data_ptr<float>(),
+                                   current_cuda_stream()));
+  return result;
+}
+
+}  // namespace
+
+LinearCrossEntropy linear_cross_entropy(const Tensor& x, const Parameter& weight,
+                                        const Tensor& targets, double gradient_scale,
+                                        bool with_gradient) {
+  const at::NoGradGuard no_grad;
+  const Tensor& w = weight.value;
+  MARROW_CHECK(x.dim() == 2 && w.dim() == 2 && x.size(1) == w.size(1) && x.is_contiguous() &&
+                   x.scalar_type() == w.scalar_type(),
+               ExitCode::kUsage, Fix("pass contiguous x [T, H] and weight [V, H] of one dtype"),
+               "{}: x {} {} does not fit the weight {} {}", weight.name, c10::str(x.sizes()),
+               c10::toString(x.scalar_type()), c10::str(w.sizes()), c10::toString(w.scalar_type()));
+  MARROW_CHECK(targets.scalar_type() == at::kInt && targets.is_contiguous() &&
+                   targets.numel() == x.size(0) && targets.device() == x.device(),
+               ExitCode::kUsage, Fix("pass one contiguous int32 target for each row, -1 = none"),
+               "{}: targets are {} {} for {} rows", weight.name,
+               c10::toString(targets.scalar_type()), c10::str(targets.sizes()), x.size(0));
+  MARROW_CHECK(!with_gradient || weight.grad.defined(), ExitCode::kUsage,
+               Fix("give the head's Parameter a gradient buffer, or pass with_gradient = false"),
+               "{} has no gradient buffer", weight.name);
+  return (x.is_cuda() ? run_gpu : run_cpu)(x, weight, targets, gradient_scale, with_gradient);
+}
+
+}  // namespace marrow
