@@ -91,6 +91,7 @@ constexpr Range kComposesBackward[] = {
 
 constexpr uint32_t kFirstUnlisted = 0x30000;  // nothing above it decomposes, composes or moves
 constexpr size_t kPageBits = 8;
+constexpr auto kNfcOptions = static_cast<utf8proc_option_t>(UTF8PROC_STABLE | UTF8PROC_COMPOSE);
 
 // Pages of 256 code points that kStandIns touches: most text touches none.
 const std::bitset<(0x110000 >> kPageBits)>& stand_in_pages() {
@@ -232,7 +233,7 @@ NfcNormalizer::NfcNormalizer() : plain_(kFirstUnlisted) {
     utf8proc_int32_t parts[8];
     int last_class = 0;
     const auto count = utf8proc_decompose_char(static_cast<utf8proc_int32_t>(c), parts, 8,
-                                               UTF8PROC_STABLE, &last_class);
+                                               kNfcOptions, &last_class);
     if (count == 1 && parts[0] == static_cast<utf8proc_int32_t>(c)) {
       plain_[c] = true;
       continue;
@@ -280,8 +281,7 @@ void NfcNormalizer::append(std::string_view text, std::string& out) const {
     utf8proc_uint8_t* normal = nullptr;
     const auto size =
         utf8proc_map(reinterpret_cast<const utf8proc_uint8_t*>(text.data() + start),
-                     static_cast<utf8proc_ssize_t>(end - start), &normal,
-                     static_cast<utf8proc_option_t>(UTF8PROC_STABLE | UTF8PROC_COMPOSE));
+                     static_cast<utf8proc_ssize_t>(end - start), &normal, kNfcOptions);
     const std::unique_ptr<utf8proc_uint8_t, decltype(&std::free)> owner(normal, &std::free);
     MARROW_CHECK(size >= 0, ExitCode::kBadInput,
                  Fix("split the document: one run of its text is "
