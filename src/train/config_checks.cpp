@@ -1,0 +1,140 @@
+#include "ops/pch.h"
+
+#include "train/config_checks.h"
+
+#include <filesystem>
+
+namespace marrow {
+namespace {
+
+void check_optimizer(const PretrainConfig& config) {
+  const PretrainConfig::Optimizer& o = config.optimizer;
+  const int64_t steps = config.train.steps;
+  MARROW_CHECK(o.warmup_steps <= steps && o.decay_steps <= steps - o.warmup_steps, ExitCode::kUsage,
+               Fix(fmt::format("lower optimizer.warmup_steps or optimizer.decay_steps, or raise "
+                               "train.steps to {}",
+                               o.warmup_steps + o.decay_steps)),
+               "optimizer.warmup_steps {} + optimizer.decay_steps {} exceed train.steps {}",
+               o.warmup_steps, o.decay_steps, steps);
+  MARROW_CHECK(o.min_lr <= o.lr, ExitCode::kUsage, Fix("set optimizer.min_lr below optimizer.lr"),
+               "optimizer.min_lr {} is above optimizer.lr {}", o.min_lr, o.lr);
+  MARROW_CHECK(o.schedule != LearningRateSchedule::kConstant || o.decay_steps == 0,
+               ExitCode::kUsage,
+               Fix("set optimizer.schedule to \"wsd\" or \"cosine\", or leave out decay_steps"),
+               "optimizer.decay_steps {} has no meaning with optimizer.schedule \"constant\"",
+               o.decay_steps);
+}
+
+void check_corpus_exists(const std::string& prefix, const std::string& key) {
+  for (const char* ending : {".bin", ".idx"}) {
+    MARROW_CHECK(std::filesystem::exists(prefix + ending), ExitCode::kUsage,
+                 Fix(fmt::format("set {} to the prefix of a corpus (without .bin), or make it: "
+                                 "marrow tokenize --tokenizer bytes --input PATH --output {}",
+                                 key, prefix)),
+                 "{}: {}{} does not exist", key, prefix, ending);
+  }
+}
+
+void check_paths(const PretrainConfig& config) {
+  MARROW_CHECK(std::filesystem::is_regular_file(config.model.config), ExitCode::kUsage,
+               Fix("set model.config to a config.json; configs/models has some"),
+               "model.config: {} is no file", json_quote(config.model.config));
+  MARROW_CHECK(config.model.init_from.empty() || std::filesystem::exists(config.model.init_from),
+               ExitCode::kUsage,
+               Fix("set model.init_from to a checkpoint or a Hugging Face folder"),
+               "model.init_from: {} does not exist", json_quote(config.model.init_from));
+  for (const DataSource& source : config.data.train) check_corpus_exists(source.path, "data.train");
+  for (const std::string& prefix : config.data.validation) {
+    check_corpus_exists(prefix, "data.validation");
+  }
+}
+
+void check_data(const PretrainConfig& config) {
+  MARROW_CHECK(!config.data.train.empty(), ExitCode::kUsage,
+               Fix("name at least one corpus: data.train = [\"data/corpus\"]"),
+               "data.train is an empty list");
+  MARROW_CHECK(config.data.validate_every == 0 || !config.data.validation.empty(), ExitCode::kUsage,
+               Fix("set data.validation = [\"data/heldout\"], or leave out data.validate_every"),
+               "data.validate_every is {}, but data.validation names no corpus",
+               config.data.validate_every);
+}
+
+// "12 or 16": the multiples of `unit` on both sides of `value`.
+std::string nearest_multiples(int64_t value, int64_t unit) {
+  const int64_t below = value / unit * unit;
+  if (below == 0) return fmt::format("{}", unit);
+  return fmt::format("{} or {}", below, below + unit);
+}
+
+// The largest divisor of `value` that is at most `limit`.
+int64_t divisor_below(int64_t value, int64_t limit) {
+  int64_t divisor = std::min(value, limit);
+  while (value % divisor != 0) --divisor;
+  return divisor;
+}
+
+// Dimensions that are still "auto" count as 1: what fails then fails with any size.
+void check_mesh(const PretrainConfig& config) {
+  const PretrainConfig::MeshSizes& mesh = config.mesh;
+  const auto known = [](int64_t size) { return size == 0 ? int64_t{1} : size; };
+  const int64_t data_ranks = known(mesh.dp) * known(mesh.ep);
+  const int64_t batch = config.train.global_batch;
+  const int64_t micro = config.train.micro_batch;
+  const int64_t unit = micro * data_ranks;
+  MARROW_CHECK(batch % unit == 0, ExitCode::kUsage,
+               Fix(fmt::format("set train.global_batch to {}{}", nearest_multiples(batch, unit),
+                               batch % data_ranks != 0
+                                   ? ""
+                                   : fmt::format(", or train.micro_batch to {}",
+                                                 divisor_below(batch / data_ranks, micro)))),
+               "train.global_batch {} does not divide by train.micro_batch {} x mesh.dp {} x "
+               "mesh.ep {} = {}",
+               batch, micro, known(mesh.dp), known(mesh.ep), unit);
+  const int64_t micro_batches = batch / unit;
+  MARROW_CHECK(
+      mesh.pp <= 1 || mesh.schedule != PipelineSchedule::kDualPipeV || micro_batches >= 2 * mesh.pp,
+      ExitCode::kUsage,
+      Fix(fmt::format("raise train.global_batch to {}, lower train.micro_batch, or set "
+                      "mesh.schedule = \"1f1b\"",
+                      2 * mesh.pp * unit)),
+      "mesh.schedule \"dualpipev\" needs at least 2 x mesh.pp = {} micro-batches, the "
+      "batch sizes give {}",
+      2 * mesh.pp, micro_batches);
+  const int64_t seq_len = config.data.seq_len;
+  MARROW_CHECK(mesh.cp <= 1 || seq_len % (2 * mesh.cp) == 0, ExitCode::kUsage,
+               Fix(fmt::format("set data.seq_len to {}", nearest_multiples(seq_len, 2 * mesh.cp))),
+               "data.seq_len {} does not divide by 2 x mesh.cp = {}", seq_len, 2 * mesh.cp);
+  MARROW_CHECK(mesh.dp == 0 || mesh.dp % mesh.replicate == 0, ExitCode::kUsage,
+               Fix(fmt::format("set mesh.replicate to {}", divisor_below(mesh.dp, mesh.replicate))),
+               "mesh.replicate {} does not divide mesh.dp {}", mesh.replicate, mesh.dp);
+}
+
+}  // namespace
+
+void check_config(const PretrainConfig& config) {
+  check_data(config);
+  check_optimizer(config);
+  check_mesh(config);
+  check_paths(config);
+}
+
+void resolve_mesh(PretrainConfig& config, int64_t world) {
+  PretrainConfig::MeshSizes& mesh = config.mesh;
+  int64_t product = 1;
+  int64_t* automatic = nullptr;
+  for (int64_t* size : {&mesh.pp, &mesh.dp, &mesh.cp, &mesh.ep}) {
+    if (*size == 0) automatic = size;
+    product *= std::max<int64_t>(*size, 1);
+  }
+  const std::string sizes =
+      fmt::format("mesh pp {} x dp {} x cp {} x ep {}{}", mesh.pp, mesh.dp, mesh.cp, mesh.ep,
+                  automatic == nullptr ? "" : " (0 = \"auto\")");
+  MARROW_CHECK(
+      automatic == nullptr ? product == world : world % product == 0, ExitCode::kUsage,
+      Fix(fmt::format("start {} processes (--processes {}), or change [mesh]", product, product)),
+      "{} does not fit {} process{}", sizes, world, world == 1 ? "" : "es");
+  if (automatic != nullptr) *automatic = world / product;
+  check_mesh(config);
+}
+
+}  // namespace marrow
