@@ -1,0 +1,53 @@
+// A run's numbers: metrics.jsonl is the truth; the console line, TensorBoard and the report derive
+// from it.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "base/files.h"
+#include "train/tensorboard.h"
+
+namespace marrow {
+
+struct StepMetrics {
+  int64_t step = 0;         // the first step of a run is 1
+  double loss = 0;          // mean over all targets of the global batch
+  double balance_loss = 0;  // mean over layers
+  std::vector<double> balance_loss_per_layer;
+  double grad_norm = 0;  // before clipping
+  double lr = 0;
+  int64_t tokens = 0;  // of this step
+  double step_seconds = 0;
+  double tokens_per_second = 0;  // of wall clock
+  double tflops_per_gpu = 0;
+  double mfu = 0;  // NaN where the device's peak is unknown: null in the file
+  int64_t peak_memory_bytes = 0;
+  double expert_load_max_over_mean = 0;
+};
+
+// "step 12/200  loss 5.1234  balance 1.02  …  eta 3m10s"
+std::string console_line(const StepMetrics& metrics, int64_t steps);
+
+// One line of metrics.jsonl, without the newline. Numbers read back to the same bits.
+std::string metrics_json(const StepMetrics& metrics);
+
+// Appends to DIR/metrics.jsonl and DIR/tensorboard/; each line is on its way to the disk when the
+// call returns.
+class MetricsWriter {
+ public:
+  // The state after `resumed_step` is what the run goes on from (0: a new run): later lines, which
+  // an earlier run left behind, are removed, and so is a last line that was cut off.
+  MetricsWriter(const std::string& dir, int64_t resumed_step);
+
+  void write(const StepMetrics& metrics);
+  void write_validation(int64_t step, double loss);
+
+ private:
+  void append(const std::string& line);
+  int64_t size_ = 0;  // before file_, whose initializer sets it
+  OutputFile file_;
+  TensorboardWriter tensorboard_;
+};
+
+}  // namespace marrow
