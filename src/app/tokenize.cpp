@@ -1,25 +1,16 @@
 // marrow tokenize: text files to a corpus.
 #include <unistd.h>
 
-#include <atomic>
-#include <csignal>
-
 #include "app/subcommands.h"
 #include "base/log.h"
+#include "base/stop_signal.h"
 #include "data/tokenize_corpus.h"
 
 namespace marrow {
 namespace {
 
-std::atomic<bool> interrupted = false;  // a signal handler can reach nothing else
-
-void on_signal(int signal) {
-  interrupted = true;
-  std::signal(signal, SIG_DFL);  // a second one ends the process at once
-}
-
 int run_tokenize(const CommandLine& args) {
-  for (const int signal : {SIGINT, SIGTERM}) std::signal(signal, on_signal);
+  StopSignal stop;
   TokenizerOptions tokenizer_options{.special_tokens = args.flag("special-tokens"),
                                      .end_of_document = std::nullopt};
   if (args.has("eod-id")) {
@@ -34,7 +25,7 @@ int run_tokenize(const CommandLine& args) {
                                 .workers = args.integer("workers", 0, 4096),
                                 .progress_seconds = isatty(STDERR_FILENO) == 1 ? 0.5 : 10.0,
                                 .limits = {},
-                                .interrupted = &interrupted};
+                                .stop = [&] { return stop.requested(); }};
   const auto tokenizer = open_tokenizer(args.text("tokenizer"), tokenizer_options);
   Logger logger;
   logger.set_quiet(args.json());

@@ -183,7 +183,8 @@ void DocumentSource::list_files(const std::vector<std::string>& inputs) {
   for (const std::string& file : files_) {
     std::error_code error;  // a pipe has no size
     const auto size = fs::file_size(file, error);
-    if (!error) disk_bytes_ += static_cast<int64_t>(size);
+    sizes_.push_back(error ? 0 : static_cast<int64_t>(size));
+    disk_bytes_ += sizes_.back();
   }
 }
 
@@ -211,7 +212,7 @@ void DocumentSource::open_file() {
 }
 
 void DocumentSource::close_file() {
-  disk_bytes_done_ += reader_->disk_bytes_read();
+  disk_bytes_done_ += sizes_[file_];  // also where the end was not read
   reader_.reset();
   ++file_;
   line_ = 1;

@@ -74,6 +74,7 @@ class DocumentSource {
 
   Limits limits_;
   std::vector<std::string> files_;
+  std::vector<int64_t> sizes_;  // [files], bytes on disk
   int64_t disk_bytes_ = 0, disk_bytes_done_ = 0;
   size_t file_ = 0;  // index of the open file, or of the next one
   std::unique_ptr<ByteReader> reader_;

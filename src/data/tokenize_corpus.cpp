@@ -182,8 +182,8 @@ class Pipeline {
   }
 
   void check_interrupt() const {
-    const bool stop = options_.interrupted != nullptr && options_.interrupted->load();
-    MARROW_CHECK(!stop, ExitCode::kDeviceFault, Fix("run the command again"),
+    MARROW_CHECK(!options_.stop || !options_.stop(), ExitCode::kDeviceFault,
+                 Fix("run the command again"),
                  "interrupted by a signal after {} documents; nothing was written under {}",
                  result_.documents, options_.output);
   }

@@ -1,8 +1,8 @@
 // Text to a tokenized corpus, in parallel: the engine of `marrow tokenize`.
 #pragma once
 #include <array>
-#include <atomic>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -23,7 +23,7 @@ struct TokenizeOptions {
   int64_t workers = 0;  // threads; 0 = one per core
   double progress_seconds = 1;
   DocumentSource::Limits limits = {};
-  const std::atomic<bool>* interrupted = nullptr;  // true ends the run, without output
+  std::function<bool()> stop = {};  // asked after each block; true ends the run, without output
 };
 
 struct TokenizeResult {
