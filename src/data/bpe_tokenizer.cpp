@@ -7,6 +7,8 @@
 namespace marrow {
 namespace {
 
+constexpr size_t kScratchBytesKept = size_t{16} << 20;
+
 std::vector<AddedToken> tokens_with(const TokenizerSpec& spec, bool normalized,
                                     const NfcNormalizer* nfc) {
   std::vector<AddedToken> tokens;
@@ -82,7 +84,13 @@ std::unique_ptr<BpeTokenizer::Scratch> BpeTokenizer::borrow() const {
   return std::make_unique<Scratch>();
 }
 
+// One that grew with a huge document is let go, so that memory does not stay taken.
 void BpeTokenizer::give_back(std::unique_ptr<Scratch> scratch) const {
+  if (scratch->normal.capacity() + scratch->words.classes.capacity() +
+          scratch->merge.heap.capacity() * sizeof(uint64_t) >
+      kScratchBytesKept) {
+    return;
+  }
   const std::lock_guard lock(mutex_);
   idle_.push_back(std::move(scratch));
 }

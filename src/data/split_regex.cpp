@@ -32,10 +32,12 @@ class Translator {
     while (at_ < pattern_.size()) {
       if (!step()) return false;
     }
-    return true;
+    return groups_.empty();
   }
   std::string take_text() { return std::move(out_); }
-  std::string refused_text() const { return std::string(pattern_.substr(at_, 12)); }
+  std::string refused_text() const {
+    return at_ < pattern_.size() ? std::string(pattern_.substr(at_, 12)) : "the pattern's end";
+  }
 
  private:
   bool starts_with(std::string_view text) const {

@@ -46,6 +46,12 @@ void expect_false(const Json& object, std::string_view key) {
   if (object.bool_or(key, false)) refuse(object.at(key));
 }
 
+Json list_at(const Json& object, std::string_view key) {
+  const Json list = object.at(key);
+  if (!list.is_array()) list.fail("expected an array", Fix("write a list in [ ]"));
+  return list;
+}
+
 int32_t read_id(const Json& value) {
   const int64_t id = value.as_int();
   if (id < 0 || id > INT32_MAX - 1) {
@@ -64,7 +70,7 @@ bool reads_nfc(const Json& normalizer) {
   }
   if (type != "Sequence") refuse(normalizer.at("type"));
   expect_keys(normalizer, {"type", "normalizers"});
-  const Json parts = normalizer.at("normalizers");
+  const Json parts = list_at(normalizer, "normalizers");
   bool nfc = false;
   for (size_t i = 0; i < parts.size(); ++i) nfc = reads_nfc(parts.at(i)) || nfc;
   return nfc;
@@ -118,7 +124,7 @@ void read_pretokenizer(const Json& json, PreTokenizer& out, bool& complete) {
   const std::string type = json.at("type").as_string();
   if (type == "Sequence") {
     expect_keys(json, {"type", "pretokenizers"});
-    const Json parts = json.at("pretokenizers");
+    const Json parts = list_at(json, "pretokenizers");
     for (size_t i = 0; i < parts.size(); ++i) read_pretokenizer(parts.at(i), out, complete);
   } else if (type == "Split") {
     out.stages.push_back(read_split(json));
@@ -157,7 +163,7 @@ void read_model(const Json& model, TokenizerSpec& spec) {
     spec.vocab.emplace_back(entry, read_id(id));
   });
 
-  const Json merges = model.at("merges");
+  const Json merges = list_at(model, "merges");
   spec.merges.reserve(merges.size());
   for (size_t i = 0; i < merges.size(); ++i) {
     const Json merge = merges.at(i);
@@ -211,7 +217,7 @@ void check_post_processor(const Json& json) {
   if (json.is_null()) return;
   const std::string type = json.at("type").as_string();
   if (type == "Sequence") {
-    const Json parts = json.at("processors");
+    const Json parts = list_at(json, "processors");
     for (size_t i = 0; i < parts.size(); ++i) check_post_processor(parts.at(i));
   } else if (type != "ByteLevel" && type != "TemplateProcessing") {
     refuse(json.at("type"));
@@ -241,7 +247,7 @@ TokenizerSpec read_tokenizer_json(std::string_view text, const std::string& path
   const Json decoder = root.at("decoder");
   if (decoder.string_or("type", "") != "ByteLevel") refuse(decoder);
   read_model(root.at("model"), spec);
-  if (root.has("added_tokens")) read_added_tokens(root.at("added_tokens"), spec);
+  if (root.has("added_tokens")) read_added_tokens(list_at(root, "added_tokens"), spec);
   return spec;
 }
 
