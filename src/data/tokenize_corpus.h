@@ -35,9 +35,9 @@ struct TokenizeResult {
 };
 
 // The corpus is the same, byte for byte, for any number of workers. Memory is bounded at any input
-// size: about 64 MiB of text and its tokens in flight, or the largest document. Nothing appears
-// under the output's names unless all went well. Faults of the input are told with file:line: the
-// first as an Error (kBadInput), or under skip_faults the first ten as warnings.
+// size: 64 MiB of text in flight and its tokens, or about nine times the largest document. Nothing
+// appears under the output's names unless all went well. Faults of the input are told with
+// file:line: the first as an Error (kBadInput), or under skip_faults the first ten as warnings.
 TokenizeResult tokenize_corpus(const TokenizeOptions& options, const Tokenizer& tokenizer,
                                Logger& logger);
 
