@@ -92,6 +92,8 @@ struct AttentionFunction : torch::autograd::Function<AttentionFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
                         const AttentionState& state) {
     save_state(ctx, state);
+    // Below autograd's view tracking: a Function's output must not count as a view.
+    const at::AutoDispatchBelowADInplaceOrView guard;
     switch (state.kernel) {
       case Kernel::kCpu:
         return forward_cpu(ctx, q, k, v, state);

@@ -1,7 +1,6 @@
 #include "ops/attention_cpu.h"
 
 #include "ops/cpu_loops.h"
-#include "ops/cpu_math.h"
 
 // A unit of work is a segment and a key/value head. Its query rows go in blocks that fold the
 // group's heads into the rows of a matrix product; a block multiplies only the keys that some row
@@ -42,21 +41,28 @@ void scatter_row(const float* from, T* to, int64_t size, float scale) {
 
 // values = exp(values − shift); returns their sum.
 float exp_row(float* values, int64_t size, float shift) {
-  float sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t c = 0; c < size; ++c) {
-    const float value = vector_exp(values[c] - shift);
-    values[c] = value;
-    sum += value;
+  __m256 sums = _mm256_setzero_ps();
+  int64_t c = 0;
+  for (; c + 8 <= size; c += 8) {
+    const __m256 e = exp8(_mm256_sub_ps(_mm256_loadu_ps(values + c), _mm256_set1_ps(shift)));
+    _mm256_storeu_ps(values + c, e);
+    sums = _mm256_add_ps(sums, e);
   }
+  float sum = sum8(sums);
+  if (c == size) return sum;
+  store8(values + c, exp8(_mm256_sub_ps(load8(values + c, size - c), _mm256_set1_ps(shift))),
+         size - c);
+  for (; c < size; ++c) sum += values[c];
   return sum;
 }
 
 float max_of_row(const float* values, int64_t size) {
-  float most = values[0];
-#pragma omp simd reduction(max : most)
-  for (int64_t c = 0; c < size; ++c) most = std::max(most, values[c]);
-  return most;
+  __m256 most = _mm256_set1_ps(-INFINITY);
+  int64_t c = 0;
+  for (; c + 8 <= size; c += 8) most = _mm256_max_ps(most, _mm256_loadu_ps(values + c));
+  float result = max8(most);
+  for (; c < size; ++c) result = std::max(result, values[c]);
+  return result;
 }
 
 // A block of query rows [first, last) of a segment that starts at `start`, and the keys

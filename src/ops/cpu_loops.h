@@ -1,7 +1,6 @@
-// Helpers of the CPU paths: dtype dispatch, and an exponential that compilers vectorise.
+// Helpers of the CPU paths: dtype dispatch, and packs of 8 elements of either dtype.
 #pragma once
-#include <bit>
-
+#include "ops/cpu_math.h"
 #include "ops/pch.h"
 
 namespace marrow {
@@ -15,25 +14,46 @@ decltype(auto) dispatch_working_dtype(at::ScalarType dtype, Function&& function)
   return function(c10::BFloat16{});
 }
 
-// e^x within 2 ulp, 0 below -87; branch-free so that `omp simd` loops over it become vector code.
-inline float vector_exp(float x) {
-  constexpr float kRound = 12582912.0f;  // 1.5·2^23: adding it rounds to an integer
-  const float clamped = std::min(88.3f, std::max(-87.0f, x));
-  const float shifted = clamped * 1.44269504f + kRound;
-  const float n = shifted - kRound;
-  const float r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  const int32_t exponent = std::bit_cast<int32_t>(shifted) - std::bit_cast<int32_t>(kRound);
-  const float scale = std::bit_cast<float>((exponent + 127) << 23);
-  return x < -87.0f ? 0.0f : p * scale;
+// 1 / sqrt(mean(x²) + eps).
+template <typename T>
+float inverse_rms(const T* x, int64_t size, float eps) {
+  float squares = 0;
+#pragma omp simd reduction(+ : squares)
+  for (int64_t c = 0; c < size; ++c) {
+    const float value = static_cast<float>(x[c]);
+    squares += value * value;
+  }
+  return 1.0f / std::sqrt(squares / static_cast<float>(size) + eps);
 }
 
-inline float vector_sigmoid(float x) { return 1.0f / (1.0f + vector_exp(-x)); }
+// The first n (at most 8) of 8 consecutive elements as fp32, the rest zero.
+inline __m256 load8(const float* from, int64_t n) {
+  if (n >= 8) return _mm256_loadu_ps(from);
+  float pack[8] = {};
+  std::copy_n(from, n, pack);
+  return _mm256_loadu_ps(pack);
+}
+
+inline __m256 load8(const c10::BFloat16* from, int64_t n) {
+  float pack[8] = {};
+  for (int64_t i = 0; i < std::min<int64_t>(n, 8); ++i) pack[i] = static_cast<float>(from[i]);
+  return _mm256_loadu_ps(pack);
+}
+
+// Stores the first n (at most 8) elements.
+template <typename T>
+void store8(T* to, __m256 values, int64_t n) {
+  if constexpr (std::is_same_v<T, float>) {
+    if (n >= 8) return _mm256_storeu_ps(to, values);
+  }
+  float pack[8];
+  _mm256_storeu_ps(pack, values);
+  for (int64_t i = 0; i < std::min<int64_t>(n, 8); ++i) to[i] = static_cast<T>(pack[i]);
+}
+
+inline __m256 sigmoid8(__m256 x) {
+  const __m256 one = _mm256_set1_ps(1.0f);
+  return _mm256_div_ps(one, _mm256_add_ps(one, exp8(_mm256_sub_ps(_mm256_setzero_ps(), x))));
+}
 
 }  // namespace marrow

@@ -99,7 +99,7 @@ MARROW_HOST_DEVICE float log_of_word(uint32_t word) {
 // on [−π/4, π/4].
 MARROW_HOST_DEVICE void circle_of_word(uint32_t word, float& cosine, float& sine) {
   const auto within = static_cast<int32_t>(word << 2 | 2u);
-  const float angle = mul(static_cast<float>(within), 3.65748030e-10f);  // π/2 · 2⁻³²
+  const float angle = mul(static_cast<float>(within), 1.57079633f / 4294967296.0f);
   const float z = mul(angle, angle);
   float s = add(mul(-1.9515295891e-4f, z), 8.3321608736e-3f);
   s = add(mul(s, z), -1.6666654611e-1f);

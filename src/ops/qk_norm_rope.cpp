@@ -39,17 +39,6 @@ QkNormRopeArgs make_args(const at::Tensor& qkv, const RopeState& state) {
 }
 
 template <typename T>
-float inverse_rms(const T* x, int64_t size, float eps) {
-  float squares = 0;
-#pragma omp simd reduction(+ : squares)
-  for (int64_t c = 0; c < size; ++c) {
-    const float value = static_cast<float>(x[c]);
-    squares += value * value;
-  }
-  return 1.0f / std::sqrt(squares / static_cast<float>(size) + eps);
-}
-
-template <typename T>
 void norm_and_rotate(const T* x, const T* norm, const float* cos, const float* sin, T* out,
                      int64_t size, float eps) {
   const float scale = inverse_rms(x, size, eps);
@@ -149,12 +138,10 @@ void backward_cpu(const QkNormRopeArgs& args, const T* dq, const T* dk, const T*
       }
     }
   });
-  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-    const float* sums = partials.data() + chunk * 2 * size;
-    for (int64_t c = 0; c < size; ++c) {
-      if (q_norm_grad != nullptr) q_norm_grad[c] += sums[c];
-      if (k_norm_grad != nullptr) k_norm_grad[c] += sums[size + c];
-    }
+  for (int64_t i = 2 * size; i < chunks * 2 * size; ++i) partials[i % (2 * size)] += partials[i];
+  for (int64_t c = 0; c < size; ++c) {
+    if (q_norm_grad != nullptr) q_norm_grad[c] += partials[c];
+    if (k_norm_grad != nullptr) k_norm_grad[c] += partials[size + c];
   }
 }
 

@@ -27,17 +27,6 @@ RmsNormArgs cuda_args(const at::Tensor& x, const at::Tensor& residual, const at:
           x.scalar_type() == at::kBFloat16};
 }
 
-template <typename T>
-float inverse_rms(const T* x, int64_t hidden, float eps) {
-  float squares = 0;
-#pragma omp simd reduction(+ : squares)
-  for (int64_t c = 0; c < hidden; ++c) {
-    const float value = static_cast<float>(x[c]);
-    squares += value * value;
-  }
-  return 1.0f / std::sqrt(squares / static_cast<float>(hidden) + eps);
-}
-
 // `residual` and `sum` are null for the plain norm.
 template <typename T>
 void forward_cpu(const T* x, const T* residual, const T* weight, T* sum, T* normed, int64_t rows,
@@ -109,7 +98,8 @@ void backward_cpu(const T* x, const T* dy, const T* d_sum, const T* weight, T* d
     }
   });
   if (weight_grad == nullptr) return;
-  for (int64_t i = 0; i < chunks * hidden; ++i) weight_grad[i % hidden] += partials[i];
+  for (int64_t i = hidden; i < chunks * hidden; ++i) partials[i % hidden] += partials[i];
+  for (int64_t c = 0; c < hidden; ++c) weight_grad[c] += partials[c];
 }
 
 // {sum, normed}; sum is undefined without a residual.

@@ -19,56 +19,62 @@ SwigluArgs make_args(const at::Tensor& gate_up, const at::Tensor& row_weight) {
 template <typename T>
 void forward_cpu(const SwigluArgs& args, T* out) {
   const int64_t width = args.width;
+  const int64_t grain = std::max<int64_t>(1, kGrain / width);
   const auto* gate_up = static_cast<const T*>(args.gate_up);
-  at::parallel_for(
-      0, args.rows, std::max<int64_t>(1, kGrain / width), [&](int64_t begin, int64_t end) {
-        for (int64_t row = begin; row < end; ++row) {
-          const T* gate = gate_up + row * 2 * width;
-          const T* up = gate + width;
-          T* target = out + row * width;
-          const float weight = args.row_weight == nullptr ? 1.0f : args.row_weight[row];
-#pragma omp simd
-          for (int64_t c = 0; c < width; ++c) {
-            const float g = static_cast<float>(gate[c]);
-            target[c] = static_cast<T>(g * vector_sigmoid(g) * static_cast<float>(up[c]) * weight);
-          }
-        }
-      });
+  at::parallel_for(0, args.rows, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const T* gate = gate_up + row * 2 * width;
+      const T* up = gate + width;
+      T* target = out + row * width;
+      const __m256 weight =
+          _mm256_set1_ps(args.row_weight == nullptr ? 1.0f : args.row_weight[row]);
+      for (int64_t c = 0; c < width; c += 8) {
+        const __m256 g = load8(gate + c, width - c);
+        const __m256 scaled = _mm256_mul_ps(load8(up + c, width - c), weight);
+        store8(target + c, _mm256_mul_ps(_mm256_mul_ps(g, sigmoid8(g)), scaled), width - c);
+      }
+    }
+  });
 }
 
 template <typename T>
 void backward_cpu(const SwigluArgs& args, const T* d_out, T* d_gate_up, float* d_row_weight) {
   const int64_t width = args.width;
+  const int64_t grain = std::max<int64_t>(1, kGrain / width);
   const auto* gate_up = static_cast<const T*>(args.gate_up);
-  at::parallel_for(
-      0, args.rows, std::max<int64_t>(1, kGrain / width), [&](int64_t begin, int64_t end) {
-        for (int64_t row = begin; row < end; ++row) {
-          const T* gate = gate_up + row * 2 * width;
-          const T* up = gate + width;
-          const T* d = d_out + row * width;
-          T* d_gate = d_gate_up + row * 2 * width;
-          T* d_up = d_gate + width;
-          const float weight = args.row_weight == nullptr ? 1.0f : args.row_weight[row];
-          float dot = 0;
-#pragma omp simd reduction(+ : dot)
-          for (int64_t c = 0; c < width; ++c) {
-            const float g = static_cast<float>(gate[c]);
-            const float u = static_cast<float>(up[c]);
-            const float grad = static_cast<float>(d[c]);
-            const float sigmoid = vector_sigmoid(g);
-            const float silu = g * sigmoid;
-            dot += grad * silu * u;
-            d_gate[c] = static_cast<T>(grad * weight * u * (sigmoid + silu * (1.0f - sigmoid)));
-            d_up[c] = static_cast<T>(grad * weight * silu);
-          }
-          if (d_row_weight != nullptr) d_row_weight[row] = dot;
-        }
-      });
+  at::parallel_for(0, args.rows, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const T* gate = gate_up + row * 2 * width;
+      const T* up = gate + width;
+      const T* d = d_out + row * width;
+      T* d_gate = d_gate_up + row * 2 * width;
+      T* d_up = d_gate + width;
+      const __m256 weight =
+          _mm256_set1_ps(args.row_weight == nullptr ? 1.0f : args.row_weight[row]);
+      __m256 dot = _mm256_setzero_ps();
+      for (int64_t c = 0; c < width; c += 8) {
+        const int64_t n = width - c;
+        const __m256 g = load8(gate + c, n);
+        const __m256 u = load8(up + c, n);
+        const __m256 grad = load8(d + c, n);
+        const __m256 sigmoid = sigmoid8(g);
+        const __m256 silu = _mm256_mul_ps(g, sigmoid);
+        const __m256 slope =
+            _mm256_fmadd_ps(silu, _mm256_sub_ps(_mm256_set1_ps(1.0f), sigmoid), sigmoid);
+        const __m256 scaled = _mm256_mul_ps(grad, weight);
+        dot = _mm256_fmadd_ps(grad, _mm256_mul_ps(silu, u), dot);
+        store8(d_gate + c, _mm256_mul_ps(_mm256_mul_ps(scaled, u), slope), n);
+        store8(d_up + c, _mm256_mul_ps(scaled, silu), n);
+      }
+      if (d_row_weight != nullptr) d_row_weight[row] = sum8(dot);
+    }
+  });
 }
 
 struct SwigluFunction : torch::autograd::Function<SwigluFunction> {
   static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& gate_up,
-                            const at::Tensor& row_weight) {
+                            const std::optional<at::Tensor>& weight) {
+    const at::Tensor row_weight = weight.value_or(at::Tensor());
     ctx->save_for_backward({gate_up, row_weight});
     at::Tensor out = at::empty({gate_up.size(0), gate_up.size(1) / 2}, gate_up.options());
     if (out.numel() == 0) return out;
@@ -123,8 +129,10 @@ at::Tensor swiglu(const at::Tensor& gate_up, const at::Tensor& row_weight) {
                ExitCode::kUsage, Fix("pass one fp32 routing weight a row"),
                "swiglu: {} rows, row_weight {} {}", gate_up.size(0), c10::str(row_weight.sizes()),
                c10::toString(row_weight.scalar_type()));
-  return SwigluFunction::apply(gate_up.contiguous(),
-                               row_weight.defined() ? row_weight.contiguous() : row_weight);
+  // An undefined tensor is no input of a Function; an absent one is.
+  std::optional<at::Tensor> weight;
+  if (row_weight.defined()) weight = row_weight.contiguous();
+  return SwigluFunction::apply(gate_up.contiguous(), weight);
 }
 
 }  // namespace marrow

@@ -1,0 +1,81 @@
+#include "ops/pch.h"
+// After the precompiled header:
+#include "ops/op_test_support.h"
+#include "ops/swiglu.h"
+
+namespace marrow {
+namespace {
+
+at::Tensor plain_swiglu(const at::Tensor& gate_up, const at::Tensor& row_weight) {
+  const auto parts = gate_up.chunk(2, 1);
+  const at::Tensor y = at::silu(parts[0]) * parts[1];
+  return row_weight.defined() ? y * row_weight.unsqueeze(1) : y;
+}
+
+TEST(Swiglu, MatchesPlainComposition) {
+  for (const at::Device device : test_devices()) {
+    for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+      for (const int64_t rows : {0, 1, 13, 257}) {
+        for (const int64_t width : {1, 8, 13, 48, 768}) {
+          for (const bool weighted : {false, true}) {
+            SCOPED_TRACE(fmt::format("[{}, 2·{}] {} {} weighted {}", rows, width,
+                                     c10::toString(dtype), device.str(), weighted));
+            const at::Tensor gate_up =
+                with_grad(random_tensor({rows, 2 * width}, dtype, device, 1, 3.0));
+            const at::Tensor weight =
+                weighted ? with_grad(random_tensor({rows}, at::kFloat, device, 2)) : at::Tensor();
+            const at::Tensor d = random_tensor({rows, width}, dtype, device, 3);
+            const at::Tensor y = swiglu(gate_up, weight);
+            EXPECT_EQ(y.scalar_type(), dtype);
+            y.backward(d);
+
+            const at::Tensor reference_in = reference_leaf(gate_up);
+            const at::Tensor reference_weight = weighted ? reference_leaf(weight) : at::Tensor();
+            const at::Tensor reference = plain_swiglu(reference_in, reference_weight);
+            reference.backward(d.to(at::kCPU, at::kDouble));
+            const double relative = dtype == at::kFloat ? 5e-6 : 5e-3;
+            const double absolute = dtype == at::kFloat ? 5e-6 : 1e-5;
+            EXPECT_TRUE(tensors_close(y, reference, relative, absolute));
+            EXPECT_TRUE(tensors_close(gate_up.grad(), reference_in.grad(), relative, absolute));
+            if (!weighted) continue;
+            EXPECT_EQ(weight.grad().scalar_type(), at::kFloat);
+            EXPECT_TRUE(tensors_close(weight.grad(), reference_weight.grad(), 2e-5, 2e-4));
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(Swiglu, ExtremeGatesStayFinite) {
+  for (const at::Device device : test_devices()) {
+    const at::Tensor gate =
+        at::tensor({-1e4f, -200.0f, -88.0f, -87.0f, -0.0f, 87.0f, 200.0f, 1e4f});
+    const at::Tensor gate_up = with_grad(at::cat({gate, at::ones(8)}).unsqueeze(0).to(device));
+    const at::Tensor y = swiglu(gate_up);
+    y.sum().backward();
+    EXPECT_TRUE(tensors_close(
+        y, at::tensor({0.0, 0.0, 0.0, 0.0, 0.0, 87.0, 200.0, 1e4}).unsqueeze(0), 1e-6, 1e-30));
+    EXPECT_TRUE(gate_up.grad().isfinite().all().item<bool>()) << gate_up.grad();
+    const at::Tensor broken = swiglu(at::full({1, 2}, NAN, at::TensorOptions().device(device)));
+    EXPECT_TRUE(broken.isnan().all().item<bool>());  // never swallowed
+  }
+}
+
+TEST(Swiglu, StridedInputFrozenWeightAndInference) {
+  for (const at::Device device : test_devices()) {
+    const at::Tensor wide = random_tensor({11, 64}, at::kFloat, device, 1);
+    const at::Tensor weight = random_tensor({22}, at::kFloat, device, 2).slice(0, 0, 22, 2);
+    const at::Tensor part = wide.narrow(1, 16, 32);
+    const at::Tensor x = with_grad(part);
+    const at::Tensor y = swiglu(x, weight);
+    EXPECT_TRUE(tensors_identical(y, swiglu(part, weight.contiguous())));
+    y.t().contiguous().t().sum().backward();
+    EXPECT_TRUE(x.grad().defined());
+    EXPECT_FALSE(weight.grad().defined());
+    EXPECT_FALSE(swiglu(part, weight).requires_grad());
+  }
+}
+
+}  // namespace
+}  // namespace marrow
