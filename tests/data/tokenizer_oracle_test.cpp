@@ -1,10 +1,13 @@
 // Token for token against Python's tokenizers 0.23.2. MARROW_ORACLE_MB sets the size of the text
-// (default 5; 20 takes about a minute of one core).
+// (default 4, half a minute of one
+// core; 24 takes two minutes).
 #include <gtest/gtest.h>
 
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
 #include <filesystem>
+#include <random>
 
 #include "base/files.h"
 #include "data/tokenizer.h"
@@ -54,7 +57,7 @@ class TokenizerOracle : public testing::Test {
     const std::string root = MARROW_SOURCE_DIR;
     const std::string command = root + "/.venv/bin/python " + root +
                                 "/tests/oracle/tokenizer_oracle.py " + folder() + " " +
-                                (megabytes == nullptr ? "5" : megabytes);
+                                (megabytes == nullptr ? "4" : megabytes);
     ASSERT_EQ(std::system(command.c_str()), 0) << command;
   }
   static void TearDownTestSuite() { fs::remove_all(folder()); }
@@ -111,7 +114,34 @@ TEST_F(TokenizerOracle, EqualsTheReferenceInEveryText) {
     ++tokenizers;
   }
   EXPECT_EQ(tokenizers, 11U);
-  EXPECT_GT(tokens, 5'000'000U);
+  EXPECT_GT(tokens, 4'000'000U);
+}
+
+// T3: quadratic work would take 64 times as long for 8 times the text.
+TEST_F(TokenizerOracle, TimeIsNearLinear) {
+  std::mt19937 random(3);
+  std::string letters(size_t{1} << 20, 'a');
+  for (char& c : letters) c = static_cast<char>('a' + random() % 26);
+  const std::string spaces(letters.size(), ' ');
+  for (const std::string name : {"deepseek", "qwen", "o200k"}) {
+    const auto tokenizer = open_tokenizer(folder() + "/" + name);
+    const auto seconds = [&](const std::string& text) {
+      double best = 1e9;
+      for (int i = 0; i < 2; ++i) {
+        std::vector<int32_t> ids;
+        const std::clock_t start = std::clock();
+        tokenizer->encode(text, ids);
+        best = std::min(best, static_cast<double>(std::clock() - start) / CLOCKS_PER_SEC);
+      }
+      return best;
+    };
+    for (const std::string& text : {std::string(letters.size(), 'a'), spaces, letters,
+                                    std::string(letters.size(), '\n'), spaces + "a"}) {
+      const double whole = seconds(text), eighth = seconds(text.substr(0, text.size() / 8));
+      EXPECT_LT(whole, 8 * 2.5 * eighth + 0.01) << name << " " << text.substr(0, 5);
+      EXPECT_LT(whole, 3.0) << name << " " << text.substr(0, 5);
+    }
+  }
 }
 
 }  // namespace

@@ -40,7 +40,6 @@ def main():
     folder, size = sys.argv[1], int(sys.argv[2]) * 1_000_000
     os.makedirs(folder, exist_ok=True)
     strings = texts.mixed_texts(size)
-    # The random strings first: each variant is tried on these alone.
     with open(os.path.join(folder, "texts.bin"), "wb") as file:
         file.write(numpy.uint32(len(strings)).tobytes())
         for string in strings:
@@ -55,12 +54,13 @@ def main():
     texts.write_qwen(json_path("qwen"))
     texts.write_o200k(json_path("o200k"), texts.package_texts(1_000_000, seed=3) + strings[::50])
     for name in names:
-        write_expected(os.path.join(folder, name), strings, strings[:20_000])
+        write_expected(os.path.join(folder, name), strings, strings[:6000])
+    # The variants see the first texts only: every code point, and random strings.
     for name, text in texts.variants(json_path("o200k")).items():
         os.makedirs(os.path.join(folder, name), exist_ok=True)
         with open(json_path(name), "w") as file:
             file.write(text)
-        write_expected(os.path.join(folder, name), strings[:30_000], strings[:30_000])
+        write_expected(os.path.join(folder, name), strings[:20_000], strings[:6000])
 
 
 if __name__ == "__main__":
