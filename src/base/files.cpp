@@ -81,8 +81,7 @@ MappedFile::MappedFile(const std::string& path, ExitCode code) : path_(path) {
   struct stat status {};
   fstat(descriptor, &status);
   size_ = static_cast<size_t>(status.st_size);
-  void* mapped = size_ == 0 ? nullptr
-                            : mmap(nullptr, size_, PROT_READ, MAP_SHARED, descriptor, 0);
+  void* mapped = size_ == 0 ? nullptr : mmap(nullptr, size_, PROT_READ, MAP_SHARED, descriptor, 0);
   close(descriptor);
   MARROW_CHECK(mapped != MAP_FAILED, code, Fix("check the free address space and the file system"),
                "cannot map {} ({} bytes): {}", path, size_, errno_text());
@@ -135,8 +134,8 @@ void OutputFile::write_at(int64_t offset, std::span<const std::byte> bytes) {
     if (wrote < 0 && errno == EINTR) continue;
     MARROW_CHECK(wrote > 0, ExitCode::kDeviceFault,
                  Fix("free space on this disk (or raise its quota), or write to another folder"),
-                 "cannot write {} bytes to {} at {}: {} ({} bytes free)", bytes.size() - done, path_,
-                 offset + static_cast<int64_t>(done), errno_text(), free_bytes(path_));
+                 "cannot write {} bytes to {} at {}: {} ({} bytes free)", bytes.size() - done,
+                 path_, offset + static_cast<int64_t>(done), errno_text(), free_bytes(path_));
     done += static_cast<size_t>(wrote);
   }
 }
@@ -144,7 +143,8 @@ void OutputFile::write_at(int64_t offset, std::span<const std::byte> bytes) {
 void OutputFile::truncate_to(int64_t size) {
   MARROW_CHECK(ftruncate(descriptor_, size) == 0, ExitCode::kDeviceFault,
                Fix("free space on this disk (or raise its quota), or write to another folder"),
-               "cannot set the size of {} to {} bytes: {}", path_, size, errno_text());
+               "cannot set the size of {} to {} bytes: {} ({} bytes free)", path_, size,
+               errno_text(), free_bytes(path_));
 }
 
 void OutputFile::sync() {

@@ -2,6 +2,7 @@
 // masters under the Hub's names), optimizer-*.safetensors, trainer_state.json,
 // router_state.safetensors, config.json, run.toml, tokenizer files and the marker COMPLETE.
 #pragma once
+#include <atomic>
 #include <thread>
 
 #include "base/log.h"

@@ -1,0 +1,255 @@
+#include "models/hub_folder.h"
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <filesystem>
+
+#include "base/staged_folder.h"
+
+namespace marrow {
+namespace {
+
+namespace fs = std::filesystem;
+using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
+
+constexpr int64_t kExperts = 4, kIntermediate = 3, kHidden = 5;
+
+std::vector<HubTensor> model_tensors() {
+  std::vector<HubTensor> tensors{{"model.embed_tokens.weight", {7, kHidden}}};
+  for (int64_t e = 0; e < kExperts; ++e) {
+    const std::string expert = fmt::format("model.layers.0.mlp.experts.{}.", e);
+    tensors.push_back({expert + "gate_proj.weight", {kIntermediate, kHidden}});
+    tensors.push_back({expert + "up_proj.weight", {kIntermediate, kHidden}});
+    tensors.push_back({expert + "down_proj.weight", {kHidden, kIntermediate}});
+  }
+  tensors.push_back({"lm_head.weight", {7, kHidden}});
+  return tensors;
+}
+
+// Small integers: exact in fp16 and bf16 too, and different in every element of a tensor.
+NamedTensors model_values() {
+  NamedTensors values;
+  int64_t start = 0;
+  for (const HubTensor& tensor : model_tensors()) {
+    values.emplace_back(
+        tensor.name,
+        at::arange(start, start + tensor.elements(), at::kFloat).remainder(127).view(tensor.shape));
+    start += 31;
+  }
+  return values;
+}
+
+class HubFolderTest : public ::testing::Test {
+ protected:
+  HubFolderTest() {
+    std::string pattern = (fs::temp_directory_path() / "marrow-hub-XXXXXX").string();
+    folder_ = mkdtemp(pattern.data());
+  }
+  ~HubFolderTest() override { fs::remove_all(folder_); }
+
+  void write_file(const std::string& name, const NamedTensors& tensors) {
+    std::vector<TensorDeclaration> declarations;
+    for (const auto& [key, value] : tensors) {
+      declarations.push_back({key, stored_dtype(value.scalar_type()), value.sizes().vec()});
+    }
+    const SafetensorsLayout layout = layout_safetensors(name, declarations);
+    OutputFile file(folder_ + "/" + name);
+    file.append(std::as_bytes(std::span(layout.header.data(), layout.header.size())));
+    for (const auto& [key, value] : tensors) {
+      const at::Tensor bytes = value.contiguous();
+      file.append({static_cast<const std::byte*>(bytes.const_data_ptr()), bytes.nbytes()});
+    }
+  }
+  void write_text(const std::string& name, const std::string& text) {
+    write_text_file_atomically(folder_ + "/" + name, text);
+  }
+
+  // Every tensor comes out as in model_values(), in whole and in a part.
+  void expect_model(const WeightRules& rules = {}) {
+    const std::vector<HubTensor> model = model_tensors();
+    const ModelWeights weights(folder_, model, rules);
+    const NamedTensors want = model_values();
+    for (size_t i = 0; i < model.size(); ++i) {
+      const at::Tensor flat = want[i].second.flatten();
+      const at::Tensor whole = at::zeros({model[i].elements()});
+      weights.read(model[i], 0, whole);
+      ASSERT_TRUE(whole.equal(flat)) << model[i].name;
+      const at::Tensor part = at::zeros({4});
+      weights.read(model[i], 7, part);
+      ASSERT_TRUE(part.equal(flat.narrow(0, 7, 4))) << model[i].name;
+    }
+  }
+  void expect_refusal(std::initializer_list<std::string> parts, const WeightRules& rules = {},
+                      std::vector<HubTensor> model = model_tensors()) {
+    try {
+      const ModelWeights weights(folder_, model, rules);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.report().code, ExitCode::kBadInput);
+      for (const std::string& part : parts) {
+        EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
+      }
+      return;
+    }
+    ADD_FAILURE() << "accepted";
+  }
+  std::string folder_;
+};
+
+NamedTensors stacked(const NamedTensors& values) {
+  std::vector<at::Tensor> gate_up, down;
+  for (int64_t e = 0; e < kExperts; ++e) {
+    const size_t first = static_cast<size_t>(1 + 3 * e);
+    gate_up.push_back(at::cat({values[first].second, values[first + 1].second}));
+    down.push_back(values[first + 2].second);
+  }
+  return {values.front(),
+          {"model.layers.0.mlp.experts.down_proj", at::stack(down)},
+          {"model.layers.0.mlp.experts.gate_up_proj", at::stack(gate_up)},
+          values.back()};
+}
+
+TEST_F(HubFolderTest, ReadsEveryFormOfOneModel) {
+  const NamedTensors values = model_values();
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
+    for (const bool stack : {false, true}) {
+      NamedTensors form = stack ? stacked(values) : values;
+      for (auto& [name, value] : form) value = value.to(dtype);
+      write_file("model.safetensors", form);
+      expect_model();
+      for (auto& [name, value] : form) {  // a wrapper's prefix
+        if (name.starts_with("model.")) name = "language_model." + name;
+      }
+      write_file("model.safetensors", form);
+      expect_model();
+      for (auto& [name, value] : form) {  // the bare model's names
+        if (name.starts_with("language_model.")) name = name.substr(21);
+      }
+      write_file("model.safetensors", form);
+      expect_model();
+    }
+  }
+}
+
+TEST_F(HubFolderTest, ReadsShardsByTheirIndex) {
+  const NamedTensors values = model_values();
+  write_file("a.safetensors", {values.begin(), values.begin() + 5});
+  write_file("b.safetensors", {values.begin() + 5, values.end()});
+  std::string map;
+  for (size_t i = 0; i < values.size(); ++i) {
+    map += fmt::format("{}\"{}\": \"{}.safetensors\"", i == 0 ? "" : ", ", values[i].first,
+                       i < 5 ? "a" : "b");
+  }
+  write_text("model.safetensors.index.json", "{\"weight_map\": {" + map + "}}");
+  expect_model();
+  fs::remove(folder_ + "/b.safetensors");
+  expect_refusal({"b.safetensors", "missing"});
+  write_text("model.safetensors.index.json", R"({"weight_map": {"x": "../../etc/passwd"}})");
+  expect_refusal({"../../etc/passwd"});
+  fs::remove(folder_ + "/model.safetensors.index.json");
+  expect_refusal({folder_, "no model*.safetensors"});
+}
+
+TEST_F(HubFolderTest, MissingUnknownAndMisshapenTensorsAreNamed) {
+  const NamedTensors values = model_values();
+  for (size_t i = 0; i < values.size(); ++i) {  // any one of them
+    NamedTensors fewer = values;
+    fewer.erase(fewer.begin() + static_cast<int64_t>(i));
+    write_file("model.safetensors", fewer);
+    expect_refusal({values[i].first, "missing"});
+    expect_refusal({values[i].first, "missing"}, {.allow_unknown = true});
+  }
+  NamedTensors more = values;
+  more.emplace_back("model.extra", at::zeros({2}));
+  write_file("model.safetensors", more);
+  expect_refusal({"model.extra", "does not belong"});
+  expect_model({.allow_unknown = true});
+  EXPECT_EQ(ModelWeights(folder_, model_tensors(), {.allow_unknown = true}).ignored(),
+            std::vector<std::string>{"model.extra"});
+  NamedTensors odd = values;
+  odd[1].second = odd[1].second.t().contiguous();
+  write_file("model.safetensors", odd);
+  expect_refusal({odd[1].first, "[3, 5]", "[5, 3]"});
+}
+
+// A stack of more experts than the config has would otherwise lose the rest in silence.
+TEST_F(HubFolderTest, StacksMustFitTheConfigExactly) {
+  write_file("model.safetensors", stacked(model_values()));
+  std::vector<HubTensor> fewer = model_tensors();
+  fewer.erase(fewer.end() - 4, fewer.end() - 1);  // expert 3
+  expect_refusal({"experts", "elements", "[4, "}, {}, fewer);
+  std::vector<HubTensor> more = model_tensors();
+  more.push_back({"model.layers.0.mlp.experts.4.down_proj.weight", {kHidden, kIntermediate}});
+  expect_refusal({"down_proj", "[4, 5, 3]", "expert 4"}, {}, more);
+}
+
+TEST_F(HubFolderTest, ATiedHeadMayBeStoredAgainButNotDiffer) {
+  NamedTensors values = model_values();
+  std::vector<HubTensor> tied = model_tensors();
+  tied.pop_back();
+  values.back().second = values.front().second;
+  write_file("model.safetensors", values);
+  EXPECT_NO_THROW(ModelWeights(folder_, tied, {.tied_embeddings = true}));
+  expect_refusal({"lm_head.weight", "does not belong"}, {}, tied);
+  values.back().second = values.front().second + 1;
+  write_file("model.safetensors", values);
+  expect_refusal({"lm_head.weight", "differs"}, {.tied_embeddings = true}, tied);
+}
+
+TEST_F(HubFolderTest, ExportIsReadBackWholeInOneFileAndInShards) {
+  write_file("model.safetensors", stacked(model_values()));
+  const std::vector<HubTensor> model = model_tensors();
+  const Json config = Json::parse(R"({"model_type": "qwen3_moe", "num_experts": 4,
+      "rope_theta": 1000000.0, "rms_norm_eps": 1e-06, "head_dim": 8})",
+                                  "config");
+  const std::string source = folder_;
+  for (const int64_t shard : {int64_t{5'000'000'000}, int64_t{200}}) {
+    for (const TensorDtype dtype : {TensorDtype::kF32, TensorDtype::kBF16}) {
+      const std::string output = source + "/out";
+      const ModelWeights weights(source, model, {});
+      HubExport to{.output = output, .config = config, .model = model, .dtype = dtype};
+      to.end_of_document = 256;
+      to.side_files = bytes_tokenizer_files();
+      to.max_shard_bytes = shard;
+      write_hub_folder(to, weights);
+      folder_ = output;
+      expect_model();
+      folder_ = source;
+      EXPECT_EQ(fs::exists(output + "/model.safetensors"), shard > 200);
+      EXPECT_THROW(write_hub_folder(to, weights), Error);  // nothing is written over
+      const Json map = Json::read_file(output + "/model.safetensors.index.json").at("weight_map");
+      EXPECT_EQ(map.size(), model.size());
+      EXPECT_TRUE(is_bytes_tokenizer(read_tokenizer_files(output)));
+      fs::remove_all(output);
+    }
+  }
+}
+
+TEST_F(HubFolderTest, ExportedConfigCarriesBothStyles) {
+  const Json old = Json::parse(R"({"model_type": "qwen3_moe", "num_experts": 8, "head_dim": 128,
+      "rope_theta": 1000000.0, "torch_dtype": "bfloat16", "tie_word_embeddings": true})",
+                               "old");
+  const Json current = Json::parse(R"({"model_type": "qwen3_moe", "num_local_experts": 8,
+      "head_dim": 128, "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
+      "dtype": "bfloat16", "tie_word_embeddings": true, "eos_token_id": 3})",
+                                   "new");
+  for (const Json& config : {old, current}) {
+    const Json both = Json::parse(hub_config(config, TensorDtype::kF32, 256), "export");
+    EXPECT_EQ(both.at("rope_theta").as_double(), 1e6);
+    EXPECT_EQ(both.at("rope_parameters").at("rope_theta").as_double(), 1e6);
+    EXPECT_EQ(both.at("rope_parameters").at("rope_type").as_string(), "default");
+    EXPECT_EQ(both.at("num_experts").as_int(), 8);
+    EXPECT_EQ(both.at("num_local_experts").as_int(), 8);
+    EXPECT_EQ(both.at("torch_dtype").as_string(), "float32");
+    EXPECT_EQ(both.at("dtype").as_string(), "float32");
+    EXPECT_EQ(both.at("eos_token_id").as_int(), 256);
+    EXPECT_EQ(both.at("head_dim").as_int(), 128);
+    EXPECT_TRUE(both.at("tie_word_embeddings").as_bool());
+    EXPECT_EQ(both.at("architectures").at(size_t{0}).as_string(), "Qwen3MoeForCausalLM");
+  }
+  const Json without = Json::parse(R"({"model_type": "qwen3_moe", "num_experts": 8})", "no base");
+  EXPECT_THROW(hub_config(without, TensorDtype::kF32, -1), Error);  // never a default in silence
+}
+
+}  // namespace
+}  // namespace marrow
