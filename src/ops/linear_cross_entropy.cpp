@@ -13,8 +13,9 @@ constexpr int64_t kGpuChunk = 2048;               // rows; 0.6 GB of bf16 logits
 constexpr int64_t kCpuLogits = int64_t{1} << 22;  // elements that exist at a time on the CPU
 constexpr int64_t kCpuRows = 128;                 // of a task: its logits stay in the cache
 
-// -log p[target]; turns the row into scale · (p - onehot(target)) where scale is not 0.
-float cross_entropy_row(float* row, int64_t vocabulary, int64_t target, float scale) {
+// -log p[target]; turns the row into scale · (p - onehot(target)) if with_gradient.
+float cross_entropy_row(float* row, int64_t vocabulary, int64_t target, float scale,
+                        bool with_gradient) {
   const int64_t whole = vocabulary / 8 * 8;
   __m256 tops = _mm256_set1_ps(-INFINITY);
   for (int64_t v = 0; v < whole; v += 8) tops = _mm256_max_ps(_mm256_loadu_ps(row + v), tops);
@@ -22,20 +23,23 @@ float cross_entropy_row(float* row, int64_t vocabulary, int64_t target, float sc
   for (int64_t v = whole; v < vocabulary; ++v) top = std::max(top, row[v]);
   const float target_logit = row[target];
   const __m256 shift = _mm256_set1_ps(top);
-  __m256 sums = _mm256_setzero_ps();
-  for (int64_t v = 0; v < whole; v += 8) {
-    const __m256 e = exp8(_mm256_sub_ps(_mm256_loadu_ps(row + v), shift));
-    _mm256_storeu_ps(row + v, e);
-    sums = _mm256_add_ps(sums, e);
+  double sum = 0.0;  // of short fp32 sums: one long fp32 sum is off by 1e-4 at large vocabularies
+  for (int64_t begin = 0; begin < whole; begin += 512) {
+    __m256 sums = _mm256_setzero_ps();
+    for (int64_t v = begin; v < std::min(begin + 512, whole); v += 8) {
+      const __m256 e = exp8(_mm256_sub_ps(_mm256_loadu_ps(row + v), shift));
+      _mm256_storeu_ps(row + v, e);
+      sums = _mm256_add_ps(sums, e);
+    }
+    sum += sum8(sums);
   }
-  float sum = sum8(sums);
   for (int64_t v = whole; v < vocabulary; ++v) sum += row[v] = std::exp(row[v] - top);
-  if (scale != 0.0f) {
-    const float factor = scale / sum;
+  if (with_gradient) {
+    const auto factor = static_cast<float>(scale / sum);
     for (int64_t v = 0; v < vocabulary; ++v) row[v] *= factor;
     row[target] -= scale;
   }
-  return top + std::log(sum) - target_logit;
+  return top + static_cast<float>(std::log(sum)) - target_logit;
 }
 
 LinearCrossEntropy run_cpu(const Tensor& x, const Parameter& weight, const Tensor& targets,
@@ -55,7 +59,7 @@ LinearCrossEntropy run_cpu(const Tensor& x, const Parameter& weight, const Tenso
   if (with_gradient) result.d_x = at::empty(xf.sizes(), xf.options());
   auto* dx = with_gradient ? result.d_x.mutable_data_ptr<float>() : nullptr;
   auto* dw = with_gradient ? weight.grad.mutable_data_ptr<float>() : nullptr;
-  const float scale = with_gradient ? static_cast<float>(gradient_scale) : 0.0f;
+  const float scale = static_cast<float>(gradient_scale);
   const int64_t chunk = std::min(tokens, std::max<int64_t>(kCpuRows / 2, kCpuLogits / vocabulary));
   const Tensor buffer = at::empty({chunk, vocabulary}, xf.options());
   auto* logits = buffer.mutable_data_ptr<float>();
@@ -69,7 +73,8 @@ LinearCrossEntropy run_cpu(const Tensor& x, const Parameter& weight, const Tenso
     for (int64_t r = 0; r < count; ++r) {
       const int64_t t = first + begin + r;
       if (target[t] >= 0) {
-        losses[t] = cross_entropy_row(rows + r * vocabulary, vocabulary, target[t], scale);
+        losses[t] =
+            cross_entropy_row(rows + r * vocabulary, vocabulary, target[t], scale, with_gradient);
       } else {
         std::fill_n(rows + r * vocabulary, vocabulary, 0.0f);
       }

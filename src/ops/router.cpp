@@ -14,7 +14,8 @@ using torch::autograd::variable_list;
 // What the backward needs besides the saved tensors.
 struct RouterContext : torch::CustomClassHolder {
   RouterShape shape;
-  Tensor grad;  // of the weight; changes in place before the backward
+  Tensor grad;            // of the weight; changes in place before the backward
+  Tensor selection_bias;  // may be undefined, which an argument of a node may not
   std::shared_ptr<RouterBalance> balance;
   WeightGradQueue* queue;
 };
@@ -246,12 +247,11 @@ Tensor backward_cpu(const RouterContext& context, const BackwardInputs& in) {
 class Router : public torch::autograd::Function<Router> {
  public:
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
-                               const Tensor& selection_bias,
-                               c10::intrusive_ptr<RouterContext> saved) {
+                               c10::intrusive_ptr<RouterContext> context) {
     RouterOutput out;
-    const variable_list kept = route(x, weight, selection_bias, saved->shape, out);
+    const variable_list kept = route(x, weight, context->selection_bias, context->shape, out);
     ctx->save_for_backward({x, weight, kept[0], kept[1], out.experts, out.weights});
-    ctx->saved_data["context"] = c10::IValue::make_capsule(std::move(saved));
+    ctx->saved_data["context"] = c10::IValue::make_capsule(std::move(context));
     ctx->set_materialize_grads(false);
     ctx->mark_non_differentiable({out.experts, out.counts, out.probability_sums, out.z_sum});
     return {out.experts, out.weights, out.counts, out.probability_sums, out.z_sum};
@@ -275,7 +275,7 @@ class Router : public torch::autograd::Function<Router> {
             context.shape.groups, context.shape.experts);
       }
     }
-    return {in.x.is_cuda() ? backward_gpu(context, in) : backward_cpu(context, in), {}, {}, {}};
+    return {in.x.is_cuda() ? backward_gpu(context, in) : backward_cpu(context, in), {}, {}};
   }
 };
 
@@ -310,9 +310,10 @@ RouterOutput router(const Tensor& x, const Parameter& weight, const Tensor& sele
                     options.forced,
                     static_cast<float>(options.scale)};
   context->grad = weight.grad;
+  context->selection_bias = selection_bias;
   context->balance = std::move(balance);
   context->queue = &queue;
-  const auto out = Router::apply(x, w.detach(), selection_bias, std::move(context));
+  const auto out = Router::apply(x, w.detach(), std::move(context));
   return {out[0], out[1], out[2], out[3], out[4]};
 }
 

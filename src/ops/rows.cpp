@@ -129,10 +129,11 @@ class GatherRows : public torch::autograd::Function<GatherRows> {
 class SumRows : public torch::autograd::Function<SumRows> {
  public:
   static Tensor forward(AutogradContext* ctx, const Tensor& rows, const Tensor& source_of_row,
-                        const Tensor& rows_of_source, const Tensor& residual) {
+                        const Tensor& rows_of_source, const std::optional<Tensor>& residual) {
     ctx->save_for_backward({source_of_row});
     ctx->saved_data["rows"] = rows.size(0);
-    return sum(rows, rows_of_source, residual);
+    ctx->saved_data["residual"] = residual.has_value();
+    return sum(rows, rows_of_source, residual.value_or(Tensor()));
   }
   static variable_list backward(AutogradContext* ctx, variable_list d_out) {
     Tensor d_rows;
@@ -140,7 +141,7 @@ class SumRows : public torch::autograd::Function<SumRows> {
       d_rows = gather(d_out[0].contiguous(), ctx->get_saved_variables()[0],
                       ctx->saved_data["rows"].toInt());
     }
-    return {d_rows, {}, {}, ctx->needs_input_grad(3) ? d_out[0] : Tensor()};
+    return {d_rows, {}, {}, ctx->saved_data["residual"].toBool() ? d_out[0] : Tensor()};
   }
 };
 
@@ -163,7 +164,8 @@ Tensor gather_rows(const Tensor& x, const RowMap& map, int64_t rows) {
 }
 
 Tensor sum_rows(const Tensor& rows, const RowMap& map, const Tensor& residual) {
-  return SumRows::apply(rows, map.source_of_row, map.rows_of_source, residual);
+  const auto given = residual.defined() ? std::optional(residual) : std::nullopt;
+  return SumRows::apply(rows, map.source_of_row, map.rows_of_source, given);
 }
 
 Tensor gather_values(const Tensor& weights, const ExpertPermutation& permutation) {
