@@ -6,6 +6,7 @@
 // After the precompiled header:
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <benchmark/benchmark.h>
+#include <torch/csrc/autograd/autograd.h>
 
 #include "ops/attention.h"
 #include "ops/embedding.h"
@@ -62,16 +63,7 @@ struct Graph {
   std::vector<at::Tensor> outputs, gradients;
   void backward(const std::vector<at::Tensor>& leaves) const {
     for (const at::Tensor& leaf : leaves) leaf.mutable_grad() = at::Tensor();
-    torch::autograd::Engine::get_default_engine();
-    std::vector<torch::autograd::Edge> roots;
-    torch::autograd::variable_list inputs;
-    for (size_t i = 0; i < outputs.size(); ++i) {
-      roots.push_back(torch::autograd::impl::gradient_edge(outputs[i]));
-      inputs.push_back(gradients[i]);
-    }
-    torch::autograd::Engine::get_default_engine().execute(roots, inputs, /*keep_graph=*/true,
-                                                          /*create_graph=*/false,
-                                                          /*accumulate_grad=*/true);
+    torch::autograd::backward(outputs, gradients, /*retain_graph=*/true);
   }
 };
 
