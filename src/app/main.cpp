@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <csignal>
 #include <cstdio>
 #include <new>
 
@@ -40,7 +41,12 @@ __attribute__((no_sanitize("address", "undefined"))) void wait_passively(int, ch
 __attribute__((section(".preinit_array"),
                used)) void (*const kBeforeLibraries)(int, char**, char**) = wait_passively;
 
-std::vector<Subcommand> all_commands() { return {}; }
+std::vector<Subcommand> all_commands() {
+  using namespace marrow;
+  return {tokenize_command(), pretrain_command(), eval_command(),
+          generate_command(), export_command(),   import_command(),
+          inspect_command(),  report_command(),   doctor_command()};
+}
 
 std::string overview(const std::vector<Subcommand>& commands) {
   std::string out = "marrow: pretraining of mixture-of-experts language models\n\n";
@@ -97,6 +103,7 @@ Error device_fault(const std::string& what, const char* fix) {
 int main(int argc, char** argv) {
   const std::vector<std::string> words(argv + 1, argv + argc);
   const bool json = std::find(words.begin(), words.end(), "--json") != words.end();
+  std::signal(SIGXFSZ, SIG_IGN);  // past `ulimit -f` a write fails with an error that we report
   try {
     return dispatch(words);
   } catch (const Error& error) {
