@@ -32,7 +32,7 @@ struct Sizes {
 
 bool have_gpu() {
 #ifdef MARROW_CUDA
-  return at::hasCUDA() && at::globalContext().getNumGPUs() > 0;
+  return at::hasCUDA() && at::getNumGPUs() > 0;
 #else
   return false;
 #endif
@@ -97,7 +97,7 @@ void measure_backward(benchmark::State& state, double work, const char* unit, co
                       Tensor leaf, WeightGradQueue& queue) {
   const Tensor d_out = at::ones_like(out);
   measure(state, work, unit, [&] {
-    leaf.mutable_grad() = {};
+    leaf.mutable_grad() = Tensor();
     out.backward(d_out, true);
     queue.run_all();
   });

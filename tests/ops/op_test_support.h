@@ -13,7 +13,7 @@ namespace marrow {
 inline std::vector<at::Device> test_devices() {
   std::vector<at::Device> devices = {at::kCPU};
 #ifdef MARROW_CUDA
-  if (at::hasCUDA() && at::globalContext().getNumGPUs() > 0) devices.emplace_back(at::kCUDA, 0);
+  if (at::hasCUDA() && at::getNumGPUs() > 0) devices.emplace_back(at::kCUDA, 0);
 #endif
   return devices;
 }
