@@ -154,8 +154,16 @@ std::string index_json(const std::vector<SafetensorsLayout>& layouts) {
   return index.text();
 }
 
-bool contains(const std::vector<SideFile>& files, std::string_view name) {
-  return std::any_of(files.begin(), files.end(), [&](const auto& f) { return f.name == name; });
+// generation_config.json: `given` (may be empty) with the end-of-document id where it names none.
+std::string generation_config(const std::string& given, int64_t end_of_document) {
+  const Json config =
+      Json::parse(given.empty() ? "{\"do_sample\": false}" : given, "generation_config.json");
+  IndentedObject object;
+  for (const auto& [key, value] : config.items()) object.add(key, value.dump());
+  if (end_of_document >= 0 && !config.has("eos_token_id")) {
+    object.add("eos_token_id", fmt::format("{}", end_of_document));
+  }
+  return object.text();
 }
 
 }  // namespace
@@ -219,12 +227,9 @@ int64_t write_hub_folder(const HubExport& to, const ModelWeights& weights) {
   }
   staged.write_text("model.safetensors.index.json", index_json(layouts));
   staged.write_text("config.json", hub_config(to.config, to.dtype, to.end_of_document));
-  for (const SideFile& file : to.side_files) staged.write_text(file.name, file.text);
-  if (!contains(to.side_files, "generation_config.json")) {
-    JsonWriter generation;
-    if (to.end_of_document >= 0) generation.field("eos_token_id", to.end_of_document);
-    staged.write_text("generation_config.json", generation.field("do_sample", false).text() + "\n");
-  }
+  for (const SideFile& file : to.tokenizer_files) staged.write_text(file.name, file.text);
+  staged.write_text("generation_config.json",
+                    generation_config(to.generation_config, to.end_of_document));
   staged.publish();
   return total;
 }

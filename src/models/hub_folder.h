@@ -30,7 +30,8 @@ struct HubExport {
   std::vector<HubTensor> model;  // without lm_head where embeddings are tied
   TensorDtype dtype = TensorDtype::kF32;
   int64_t end_of_document = -1;
-  std::vector<SideFile> side_files = {};  // tokenizer, perhaps generation_config.json
+  std::vector<SideFile> tokenizer_files = {};
+  std::string generation_config = {};  // text to start from, if any
   int64_t max_shard_bytes = 5'000'000'000;
 };
 

@@ -12,9 +12,10 @@ namespace {
 constexpr int64_t kImportElements = int64_t{1} << 24;
 constexpr const char* kGenerationConfig = "generation_config.json";
 
-void add_generation_config(const std::string& folder, std::vector<SideFile>& files) {
+// Its text, or "" where the folder has none.
+std::string generation_config_of(const std::string& folder) {
   const std::string path = (fs::path(folder) / kGenerationConfig).string();
-  if (fs::exists(path)) files.push_back({kGenerationConfig, read_text_file(path)});
+  return fs::exists(path) ? read_text_file(path) : "";
 }
 
 // What is known of an imported model: its tokenizer.
@@ -52,9 +53,9 @@ int64_t export_checkpoint(const Checkpoint& checkpoint, const std::string& outpu
                              {.tied_embeddings = model->shape().tied_embeddings});
   HubExport to{.output = output, .config = checkpoint.config(), .model = tensors, .dtype = dtype};
   to.end_of_document = checkpoint.state().end_of_document;
-  to.side_files = checkpoint.state().tokenizer == "bytes" ? bytes_tokenizer_files()
-                                                          : checkpoint.tokenizer_files();
-  add_generation_config(checkpoint.folder(), to.side_files);
+  to.tokenizer_files = checkpoint.state().tokenizer == "bytes" ? bytes_tokenizer_files()
+                                                               : checkpoint.tokenizer_files();
+  to.generation_config = generation_config_of(checkpoint.folder());
   return write_hub_folder(to, weights);
 }
 
@@ -72,7 +73,9 @@ std::vector<std::string> import_hub_folder(const std::string& hub, const std::st
   std::vector<SideFile> side_files = read_tokenizer_files(hub);
   side_files.push_back({"trainer_state.json", to_json(imported_state(hub, side_files)) + "\n"});
   side_files.push_back({"config.json", read_text_file(config_path)});
-  add_generation_config(hub, side_files);
+  if (const std::string text = generation_config_of(hub); !text.empty()) {
+    side_files.push_back({kGenerationConfig, text});
+  }
 
   std::vector<CheckpointTensor> entries;
   for (const HubTensor& tensor : tensors) entries.push_back({tensor, false, false});

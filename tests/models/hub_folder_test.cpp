@@ -209,7 +209,7 @@ TEST_F(HubFolderTest, ExportIsReadBackWholeInOneFileAndInShards) {
       const ModelWeights weights(source, model, {});
       HubExport to{.output = output, .config = config, .model = model, .dtype = dtype};
       to.end_of_document = 256;
-      to.side_files = bytes_tokenizer_files();
+      to.tokenizer_files = bytes_tokenizer_files();
       to.max_shard_bytes = shard;
       write_hub_folder(to, weights);
       folder_ = output;

@@ -14,7 +14,7 @@ import sys
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 
@@ -66,7 +66,8 @@ def check_damage():
     length = struct.unpack("<Q", sound[:8])[0]
     header = json.loads(sound[8:8 + length])
     data = sound[8 + length:]
-    names = [n for n in header if n != "__metadata__"]
+    names = sorted((n for n in header if n != "__metadata__"),
+                   key=lambda n: header[n]["data_offsets"])
 
     def refuse(content, *words):
         with open(path, "wb") as file:
@@ -90,11 +91,9 @@ def check_damage():
     refuse(sound + b"\0", "the file has")
     refuse(struct.pack("<Q", 1 << 63) + sound[8:], str(1 << 63))
     refuse(with_header(lambda h: h[first].update(dtype="F31")), first, "F31")
-    refuse(with_header(lambda h: h[first].update(data_offsets=h[second]["data_offsets"],
-                                                 shape=h[second]["shape"])), "overlaps")
+    refuse(with_header(lambda h: h.update({second: h[first]})), "overlaps", second)
     refuse(with_header(lambda h: h[first]["data_offsets"].__setitem__(1, len(data) + 8)), first)
     refuse(with_header(lambda h: h.pop(second)), "gap")
-    run("import", hub, "--output", os.path.join(folder, "never2"), code=3)
     open(path, "wb").write(sound)
     run("import", hub, "--output", os.path.join(folder, "sound"))
 
