@@ -112,7 +112,7 @@ void CommandLine::check_complete() const {
                "marrow {} needs {} argument{} ({}), {} given", command_.name, wanted,
                wanted == 1 ? "" : "s", fmt::join(command_.positionals, " "), positionals_.size());
   MARROW_CHECK(positionals_.size() == wanted, ExitCode::kUsage, see_help(command_),
-               "marrow {} takes {} argument{}, but {} more is given", command_.name, wanted,
+               "marrow {} takes {} argument{}, but {} is given more", command_.name, wanted,
                wanted == 1 ? "" : "s", json_quote(positionals_[wanted]));
   for (const Option& option : options_) {
     MARROW_CHECK(!option.required || has(option.name), ExitCode::kUsage,
