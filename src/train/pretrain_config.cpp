@@ -5,6 +5,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <filesystem>
 #include <functional>
@@ -49,8 +50,11 @@ constexpr int64_t kMaxRanks = int64_t{1} << 15;
 
 Key integer_key(std::string name, int64_t* target, int64_t min, std::string help,
                 int64_t max = kMaxCount) {
+  const std::string limit = max <= kMaxRanks
+                                ? fmt::format("{}", max)
+                                : fmt::format("2^{}", std::bit_width(uint64_t(max)) - 1);
   const std::string valid = max == INT64_MAX ? fmt::format("an integer from {}", min)
-                                             : fmt::format("an integer from {} to {}", min, max);
+                                             : fmt::format("an integer from {} to {}", min, limit);
   return {name, valid, std::move(help),
           [=](const TomlValue& value) { *target = checked_integer(value, name, min, max, valid); },
           [=] { return fmt::format("{}", *target); }};
