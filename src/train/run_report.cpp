@@ -12,7 +12,7 @@ namespace marrow {
 namespace {
 
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
-constexpr double kWidth = 560, kHeight = 240, kLeft = 58, kRight = 12, kTop = 10, kBottom = 26;
+constexpr double kWidth = 560, kHeight = 240, kLeft = 58, kRight = 20, kTop = 10, kBottom = 26;
 
 struct Point {
   double x, y;
@@ -43,7 +43,7 @@ h1{font-size:22px;margin:0}h2{font-size:14px;margin:0 0 4px}p{color:var(--soft);
 .legend i{display:inline-block;width:12px;height:3px;border-radius:2px;margin:0 5px 3px 12px}
 svg{width:100%;height:auto;display:block}svg text{fill:var(--muted);font-size:11px}
 svg .read{fill:var(--ink);font-size:12px}.grid{stroke:var(--grid)}.axis{stroke:var(--axis)}
-.line{fill:none;stroke-width:2;stroke-linejoin:round}
+.line{fill:none;stroke-width:1.5;stroke-linejoin:round}
 pre{overflow:auto;font-size:13px}summary{cursor:pointer;color:var(--soft)}
 )";
 
@@ -128,7 +128,7 @@ std::string svg(const Chart& chart) {
   for (double y = std::ceil(y_low / y_step) * y_step; y <= y_high + 1e-9 * y_step; y += y_step) {
     const double label = std::abs(y) < 1e-9 * y_step ? 0.0 : y;
     body += fmt::format(
-        R"(<line class="grid" x1="{}" x2="{}" y1="{:.1f}" y2="{:.1f}"/><text x="{}" y="{:.1f}" text-anchor="end">{:.4g}</text>)",
+        R"(<line class="grid" x1="{}" x2="{}" y1="{:.1f}" y2="{:.1f}"/><text x="{}" y="{:.1f}" text-anchor="end">{:.6g}</text>)",
         kLeft, kWidth - kRight, sy(y), sy(y), kLeft - 6, sy(y) + 4, label);
   }
   const double x_step = std::max(1.0, nice_step(x_high - x_low, 7));
@@ -167,6 +167,10 @@ std::string card(const Chart& chart) {
   }
   return fmt::format("<div class=\"card\"><h2>{}<span class=\"legend\">{}</span></h2>{}</div>\n",
                      chart.title, legend, svg(chart));
+}
+
+std::string shown(double value, int digits) {
+  return std::isfinite(value) ? fmt::format("{:.{}f}", value, digits) : "none";
 }
 
 std::string tile(const std::string& name, const std::string& value) {
@@ -240,12 +244,12 @@ RunSummary write_run_report(const std::string& dir) {
     seconds += line.double_or("step_seconds", 0);
   }
   std::string body = tile("steps", fmt::format("{}", summary.steps)) +
-                     tile("training loss, last step", fmt::format("{:.4f}", summary.loss)) +
-                     tile("validation loss, last", fmt::format("{:.4f}", summary.validation_loss)) +
+                     tile("training loss, last step", shown(summary.loss, 4)) +
+                     tile("validation loss, last", shown(summary.validation_loss, 4)) +
                      tile("tokens", fmt::format("{:.3g} M", tokens / 1e6)) +
-                     tile("tokens per second, median", fmt::format("{:.0f}", median(speed))) +
+                     tile("tokens per second, median", shown(median(speed), 0)) +
                      tile("hours of steps", fmt::format("{:.2f}", seconds / 3600)) +
-                     tile("peak memory, GB", fmt::format("{:.2f}", last_value(memory)));
+                     tile("peak memory, GB", shown(last_value(memory), 2));
   body = "<div class=\"tiles\">" + body + "</div>\n<div class=\"charts\">\n";
   for (const Chart& chart : charts) body += card(chart);
   body += "</div>\n";

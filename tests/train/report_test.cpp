@@ -66,6 +66,7 @@ TEST_F(ReportTest, ARunWithoutAFinishedStepStillHasAPage) {
   const RunSummary summary = write_run_report(dir_);
   EXPECT_EQ(summary.steps, 0);
   EXPECT_TRUE(std::isnan(summary.loss));
+  EXPECT_EQ(read_text_file(summary.path).find("nan"), std::string::npos);
 }
 
 TEST_F(ReportTest, FaultsNameFileLineAndFix) {
