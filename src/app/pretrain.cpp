@@ -12,9 +12,8 @@ int run_pretrain(const CommandLine& args) {
     return 0;
   }
   StopSignal stop;  // before libtorch starts threads: they inherit the blocked signals
-  PretrainConfig config =
+  const PretrainConfig config =
       read_pretrain_config(args.positional(), args.list("set"), gpu_available());
-  resolve_mesh(config, 1);
   Logger logger;
   logger.set_quiet(args.json());
   PretrainLoop loop(config, logger);

@@ -3,10 +3,13 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <sys/resource.h>
 
+#include <fstream>
 #include <thread>
 
 #ifdef MARROW_CUDA
 #include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAException.h>
+#include <cuda_runtime_api.h>
 #endif
 
 namespace marrow {
@@ -34,14 +37,21 @@ int64_t peak_memory_bytes(at::Device device) {
   return int64_t{usage.ru_maxrss} * 1024;
 }
 
-void reset_peak_memory(at::Device device) {
+int64_t available_memory_bytes(at::Device device) {
 #ifdef MARROW_CUDA
   if (device.is_cuda()) {
-    c10::cuda::CUDACachingAllocator::resetPeakStats(std::max<int>(device.index(), 0));
+    size_t free = 0, total = 0;
+    C10_CUDA_CHECK(cudaMemGetInfo(&free, &total));
+    return static_cast<int64_t>(free);
   }
 #else
   (void)device;
 #endif
+  std::ifstream file("/proc/meminfo");
+  for (std::string line; std::getline(file, line);) {
+    if (line.starts_with("MemAvailable:")) return std::stoll(line.substr(13)) * 1024;
+  }
+  return INT64_MAX;  // a kernel that does not tell
 }
 
 void set_cpu_threads(int64_t wanted, int64_t ranks) {

@@ -10,7 +10,7 @@ bool gpu_available();  // built with CUDA kernels, and a GPU is there
 
 // Highest memory so far: what the allocator holds of a GPU, resident memory on the CPU.
 int64_t peak_memory_bytes(at::Device device);
-void reset_peak_memory(at::Device device);  // no effect on the CPU
+int64_t available_memory_bytes(at::Device device);  // that a program could still take
 
 // Threads of operators on the CPU: `wanted`, or with 0 the cores divided by `ranks`.
 void set_cpu_threads(int64_t wanted, int64_t ranks);

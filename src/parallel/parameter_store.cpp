@@ -116,6 +116,15 @@ std::vector<OwnedRange> ParameterStore::owned_ranges() const {
   return ranges;
 }
 
+std::vector<std::pair<std::string, int64_t>> ParameterStore::bytes_per_element(
+    const Options& options) {
+  const bool shared = options.working_dtype == at::kFloat;
+  const int64_t state = static_cast<int64_t>(c10::elementSize(options.state_dtype));
+  return {{"parameters", shared ? 4 : 6},
+          {"gradients", options.training ? 4 : 0},
+          {"optimizer states", options.training ? (options.muon ? state : 2 * state) : 0}};
+}
+
 int64_t ParameterStore::elements() const {
   int64_t n = 0;
   for (const auto& [name, parameter] : table_) n += parameter.value.numel();

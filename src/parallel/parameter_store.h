@@ -49,6 +49,8 @@ class ParameterStore {
   // What this rank holds of each Hub tensor, for checkpoints. Valid while the store lives.
   std::vector<OwnedRange> owned_ranges() const;
   int64_t elements() const;
+  // What an element takes, by kind ("parameters": working copy and master).
+  static std::vector<std::pair<std::string, int64_t>> bytes_per_element(const Options& options);
   const Options& options() const { return options_; }
 
  private:

@@ -48,7 +48,7 @@ struct PretrainConfig {
     TrainDevice device = TrainDevice::kCpu;  // resolved: a GPU where there is one
     TrainDtype dtype = TrainDtype::kFp32;    // resolved: bf16 on a GPU
     bool deterministic = false;
-    Recompute recompute = Recompute::kCheap;
+    Recompute recompute = Recompute::kNone;
     bool overlap = true;
     int64_t skip_nonfinite = 0;  // steps with a non-finite gradient to skip before stopping
     int64_t cpu_threads = 0;     // 0 = cores / ranks

@@ -6,6 +6,7 @@
 #include "pipeline/model_setup.h"
 #include "train/evaluation.h"
 #include "train/learning_rate.h"
+#include "train/step_trace.h"
 
 namespace marrow {
 namespace {
@@ -21,9 +22,38 @@ void check_model_fits(const PretrainConfig& config, const ModelShape& shape) {
                Fix("lower data.seq_len, or raise max_position_embeddings in the model's config"),
                "data.seq_len = {} exceeds the model's max_position_embeddings = {}",
                config.data.seq_len, shape.max_position);
+  MARROW_CHECK(shape.experts % config.mesh.ep == 0, ExitCode::kUsage,
+               Fix(fmt::format("set mesh.ep to a divisor of {}", shape.experts)),
+               "{} experts do not divide by mesh.ep = {}", shape.experts, config.mesh.ep);
+  MARROW_CHECK(config.train.recompute != Recompute::kCheap, ExitCode::kUsage,
+               Fix("set train.recompute to \"none\" or \"layer\""),
+               "train.recompute = \"cheap\" is not implemented");
   MARROW_CHECK(config.router.balance != BalanceMode::kBias, ExitCode::kUsage,
                Fix("set router.balance to \"global\", \"sequence\", \"micro\" or \"none\""),
                "router.balance = \"bias\": this family's format cannot store a selection bias");
+}
+
+// "parameters 18.7 GB, gradients 12.5 GB, optimizer states 24.9 GB"
+std::string memory_breakdown(const ParameterStore::Options& options, int64_t elements) {
+  std::string text;
+  for (const auto& [name, bytes] : ParameterStore::bytes_per_element(options)) {
+    text += fmt::format("{}{} {:.1f} GB", text.empty() ? "" : ", ", name, 1e-9 * bytes * elements);
+  }
+  return text;
+}
+
+void check_memory(const ParameterStore::Options& options, const MoeModel& model) {
+  int64_t elements = 0, bytes = 0;
+  for (const HubTensor& tensor : all_hub_tensors(model)) elements += tensor.elements();
+  for (const auto& part : ParameterStore::bytes_per_element(options))
+    bytes += part.second * elements;
+  const int64_t available = available_memory_bytes(options.device);
+  MARROW_CHECK(
+      bytes <= available, ExitCode::kDeviceFault,
+      Fix("choose a smaller model or fewer layers (num_hidden_layers), set "
+          "optimizer.state_dtype = \"bf16\", or divide it over more processes with [mesh]"),
+      "{:.1f} GB for {} parameters ({}) exceed the {:.1f} GB that are free on {}", 1e-9 * bytes,
+      elements, memory_breakdown(options, elements), 1e-9 * available, options.device.str());
 }
 
 const char* optimizer_name(OptimizerName name) {
@@ -45,6 +75,7 @@ PretrainLoop::PretrainLoop(const PretrainConfig& config, Logger& logger)
   model_ = open_model(Json::parse(model_config_text_, config.model.config, ExitCode::kUsage));
   const ModelShape& shape = model_->shape();
   check_model_fits(config_, shape);
+  resolve_mesh(config_, 1);
   set_cpu_threads(config.train.cpu_threads, 1);
   at::globalContext().setDeterministicAlgorithms(config.train.deterministic, false);
   open_data();
@@ -55,6 +86,7 @@ PretrainLoop::PretrainLoop(const PretrainConfig& config, Logger& logger)
   store.working_dtype = scalar_type(config.train.dtype);
   store.state_dtype = scalar_type(config.optimizer.state_dtype);
   store.muon = config.optimizer.name == OptimizerName::kMuon;
+  check_memory(store, *model_);
   store_.emplace(store);
   add_model_parameters(*model_, *store_);
   optimizer_.emplace(*store_, config.optimizer);
@@ -198,6 +230,18 @@ void PretrainLoop::with_step(int64_t step, Body body) {
   } catch (Error& error) {
     error.add_who(fmt::format("step {}", step));
     throw;
+  } catch (const c10::OutOfMemoryError& error) {
+    const int64_t fixed = store_->elements();
+    Error ours(
+        ExitCode::kDeviceFault,
+        fmt::format("out of memory on {}: {}, activations of {} tokens in {} layers the rest; {}",
+                    device_.str(), memory_breakdown(store_->options(), fixed),
+                    config_.train.micro_batch * config_.data.seq_len, model_->shape().layers,
+                    error.what_without_backtrace()),
+        Fix("lower train.micro_batch or data.seq_len, set train.recompute = \"layer\" or "
+            "optimizer.state_dtype = \"bf16\""),
+        __FILE__, __LINE__);
+    throw ours.add_who(fmt::format("step {}", step));
   }
 }
 
@@ -211,7 +255,11 @@ int64_t PretrainLoop::run(StopSignal& stop) {
   while (step_ < config_.train.steps && !stop.requested()) {
     const int64_t step = step_ + 1;
     with_step(step, [&] {
+      std::optional<StepTrace> trace;
+      if (std::ranges::count(config_.log.trace, step) > 0)
+        trace.emplace(device_, config_.log.memory_trace);
       PendingStep launched = launch_step(step);
+      if (trace) save_trace(*trace, step, launched);
       // The previous step's numbers are read while the device works on this one.
       settle();
       pending.emplace(std::move(launched));
@@ -230,6 +278,13 @@ int64_t PretrainLoop::run(StopSignal& stop) {
   if (saved_step_ != step_) save(step_);
   checkpoints_->finish();
   return step_;
+}
+
+void PretrainLoop::save_trace(StepTrace& trace, int64_t step, PendingStep& launched) {
+  launched.values.values();  // all of the step must be in the trace
+  const std::string path = fmt::format("{}/trace-{:08}.json", config_.log.dir, step);
+  trace.save(path);
+  logger_.info(fmt::format("step {}: trace in {}", step, path));
 }
 
 PretrainLoop::PendingStep PretrainLoop::launch_step(int64_t step) {

@@ -13,6 +13,8 @@
 
 namespace marrow {
 
+class StepTrace;
+
 class PretrainLoop {
  public:
   // Opens model, corpora and the run folder, and loads the newest checkpoint or initial values.
@@ -40,6 +42,7 @@ class PretrainLoop {
   TrainerState trainer_state() const;
 
   PendingStep launch_step(int64_t step);
+  void save_trace(StepTrace& trace, int64_t step, PendingStep& launched);
   void report(PendingStep pending);
   void check_finite(int64_t step, double loss, double grad_norm);
   void validate(int64_t step);
