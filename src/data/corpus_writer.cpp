@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
@@ -15,21 +16,6 @@ namespace marrow {
 namespace {
 
 namespace fs = std::filesystem;
-
-constexpr std::string_view kMagic{"MMIDIDX\0\0", 9};
-constexpr int64_t kHeaderBytes = 9 + 8 + 1 + 8 + 8;
-constexpr size_t kFlushBytes = size_t{1} << 22;
-
-template <class T>
-std::span<const std::byte> bytes_of(const std::vector<T>& values) {
-  return std::as_bytes(std::span(values));
-}
-
-template <class T>
-void append_value(std::vector<std::byte>& out, T value) {
-  const auto* const bytes = reinterpret_cast<const std::byte*>(&value);
-  out.insert(out.end(), bytes, bytes + sizeof value);
-}
 
 void rename_file(const std::string& from, const std::string& to) {
   MARROW_CHECK(std::rename(from.c_str(), to.c_str()) == 0, ExitCode::kDeviceFault,
@@ -43,14 +29,18 @@ int lock_file(const std::string& path) {
   MARROW_CHECK(descriptor >= 0, ExitCode::kDeviceFault,
                Fix("check that the folder exists and can be written"), "cannot create {}: {}", path,
                std::strerror(errno));
-  const bool taken = flock(descriptor, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK;
-  if (!taken) close(descriptor);
-  MARROW_CHECK(taken, ExitCode::kUsage, Fix("wait for the other run, or choose another --output"),
+  if (flock(descriptor, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return descriptor;
+  close(descriptor);
+  MARROW_THROW(ExitCode::kUsage, Fix("wait for the other run, or choose another --output"),
                "another run is writing {}", path);
-  return descriptor;
 }
 
 }  // namespace
+
+void CorpusWriter::Output::flush() {
+  file.append(buffer);
+  buffer.clear();
+}
 
 uint8_t corpus_dtype_code(int64_t vocab_size) { return vocab_size <= 65536 ? 8 : 4; }
 
@@ -75,8 +65,7 @@ CorpusWriter::CorpusWriter(std::string prefix, CorpusInfo info, bool overwrite)
   lock_ = lock_file(prefix_ + ".bin.tmp");
   bin_.emplace(prefix_ + ".bin.tmp");
   idx_.emplace(prefix_ + ".idx.tmp");
-  const std::vector<std::byte> header(kHeaderBytes);  // finish() fills it in
-  idx_->append(header);
+  idx_->put(std::array<char, kIndexHeaderBytes>{});  // finish() fills it in
 }
 
 CorpusWriter::~CorpusWriter() {
@@ -96,70 +85,45 @@ void CorpusWriter::append(std::span<const int32_t> ids, std::span<const int32_t>
                Fix("report this tokenizer.json: its ids do not fit its vocabulary"),
                "tokenizer {} gave ids in [{}, {}], its vocabulary has {}", info_.tokenizer, lowest,
                highest, info_.vocab_size);
-  const size_t before = token_buffer_.size();
-  token_buffer_.resize(before + ids.size() * static_cast<size_t>(width_));
-  std::byte* const out = token_buffer_.data() + before;
-  if (width_ == 4) {
-    if (!ids.empty()) std::memcpy(out, ids.data(), ids.size_bytes());
-  } else {
-    auto* const narrow = reinterpret_cast<uint16_t*>(out);  // the buffer holds uint16 only: aligned
-    for (size_t i = 0; i < ids.size(); ++i) narrow[i] = static_cast<uint16_t>(ids[i]);
+  for (const int32_t id : ids) {
+    width_ == 4 ? bin_->put(id) : bin_->put(static_cast<uint16_t>(id));
   }
-  length_buffer_.insert(length_buffer_.end(), lengths.begin(), lengths.end());
+  for (const int32_t length : lengths) idx_->put(length);
   documents_ += static_cast<int64_t>(lengths.size());
   tokens_ += static_cast<int64_t>(ids.size());
-  if (token_buffer_.size() >= kFlushBytes) flush_tokens();
-  if (length_buffer_.size() * sizeof(int32_t) >= kFlushBytes) flush_lengths();
-}
-
-void CorpusWriter::flush_tokens() {
-  bin_->append(token_buffer_);
-  token_buffer_.clear();
-}
-
-void CorpusWriter::flush_lengths() {
-  idx_->append(bytes_of(length_buffer_));
-  length_buffer_.clear();
 }
 
 // Offsets and document indices follow from the lengths, which are read back from the file.
 void CorpusWriter::write_index_tail() {
-  constexpr int64_t kChunk = int64_t{1} << 18;
+  idx_->flush();
   const MappedFile lengths(prefix_ + ".idx.tmp");
-  const std::byte* const first_length = lengths.bytes().data() + kHeaderBytes;
-  std::vector<int64_t> values;
   int64_t offset = 0;
-  for (int64_t first = 0; first < documents_; first += kChunk) {
-    values.clear();
-    for (int64_t i = first; i < std::min(documents_, first + kChunk); ++i) {
-      int32_t length = 0;
-      std::memcpy(&length, first_length + i * 4, 4);
-      values.push_back(offset);
-      offset += length * width_;
-    }
-    idx_->append(bytes_of(values));
+  for (int64_t i = 0; i < documents_; ++i) {
+    int32_t length = 0;
+    std::memcpy(&length, lengths.bytes().data() + kIndexHeaderBytes + i * 4, 4);
+    idx_->put(offset);
+    offset += length * width_;
   }
-  for (int64_t first = 0; first <= documents_; first += kChunk) {
-    values.clear();
-    for (int64_t i = first; i < std::min(documents_ + 1, first + kChunk); ++i) values.push_back(i);
-    idx_->append(bytes_of(values));
-  }
-  std::vector<std::byte> header;
-  for (const char c : kMagic) append_value(header, c);
-  append_value(header, uint64_t{1});
-  append_value(header, corpus_dtype_code(info_.vocab_size));
-  append_value(header, static_cast<uint64_t>(documents_));
-  append_value(header, static_cast<uint64_t>(documents_ + 1));
-  idx_->write_at(0, header);
+  for (int64_t i = 0; i <= documents_; ++i) idx_->put(i);
+  idx_->flush();
+  std::array<std::byte, kIndexHeaderBytes> header;
+  const auto set = [&](size_t at, const auto& value) {
+    std::memcpy(header.data() + at, &value, sizeof value);
+  };
+  std::memcpy(header.data(), kIndexMagic.data(), kIndexMagic.size());
+  set(9, uint64_t{1});
+  set(17, corpus_dtype_code(info_.vocab_size));
+  set(18, documents_);
+  set(26, documents_ + 1);
+  idx_->file.write_at(0, header);
 }
 
 void CorpusWriter::finish() {
-  flush_tokens();
-  flush_lengths();
   write_index_tail();
-  for (auto* file : {&*bin_, &*idx_}) {
-    file->sync();
-    file->close();
+  for (auto* output : {&*bin_, &*idx_}) {
+    output->flush();
+    output->file.sync();
+    output->file.close();
   }
   JsonWriter json;
   json.field("tokenizer", info_.tokenizer).field("tokenizer_hash", info_.tokenizer_hash);

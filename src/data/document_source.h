@@ -8,6 +8,7 @@
 #pragma once
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -55,7 +56,6 @@ class DocumentSource {
     int64_t document_bytes = int64_t{512} << 20;
   };
   // Lists the files; one that does not exist, and a folder without files, is an Error (kUsage).
-  explicit DocumentSource(const std::vector<std::string>& inputs);
   DocumentSource(const std::vector<std::string>& inputs, const Limits& limits);
   ~DocumentSource();
 
@@ -64,13 +64,9 @@ class DocumentSource {
   int64_t disk_bytes_read() const;
 
  private:
-  void list_files(const std::vector<std::string>& inputs);
-  void open_file();
-  bool next_text(InputBlock& block);
-  bool next_lines(InputBlock& block);
-  void skip_line(InputBlock& block);
+  void next_text(InputBlock& block);
+  void next_lines(InputBlock& block);
   void close_file();
-  size_t read_more(std::string& text, int64_t bytes);
 
   Limits limits_;
   std::vector<std::string> files_;
@@ -82,29 +78,13 @@ class DocumentSource {
   int64_t line_ = 1;  // number of the line that rest_ belongs to
 };
 
-// The documents of one block, in order. Its views live as long as the block and the cursor, until
-// the next call.
-class DocumentCursor {
- public:
-  DocumentCursor(const InputBlock& block, std::string field)
-      : block_(block), field_(std::move(field)), line_(block.first_line) {}
-
-  struct Item {
-    std::string_view text;
-    std::optional<BadInput> fault;  // then there is no text
-  };
-  bool next(Item& item);  // false at the end
-
- private:
-  bool next_text(Item& item);
-  bool next_line(Item& item);
-  void read_line(std::string_view line, Item& item);
-
-  const InputBlock& block_;
-  std::string field_, scratch_;
-  int64_t line_;
-  size_t at_ = 0;
-  bool ended_ = false;
+struct Document {
+  std::string_view text;
+  std::optional<BadInput> fault;  // then there is no text
 };
+
+// Calls visit(document) for the documents of one block, in order; its views live during the call.
+void read_documents(const InputBlock& block, const std::string& field,
+                    const std::function<void(const Document&)>& visit);
 
 }  // namespace marrow

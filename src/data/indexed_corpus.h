@@ -11,11 +11,15 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/files.h"
 
 namespace marrow {
+
+constexpr std::string_view kIndexMagic{"MMIDIDX\0\0", 9};
+constexpr int64_t kIndexHeaderBytes = 9 + 8 + 1 + 8 + 8;
 
 // What PREFIX.json says beyond the counts.
 struct CorpusInfo {
@@ -50,19 +54,27 @@ class CorpusWriter {
   int64_t tokens() const { return tokens_; }
 
  private:
+  struct Output {
+    explicit Output(const std::string& path) : file(path) {}
+    template <class T>
+    void put(const T& value) {
+      const auto* const bytes = reinterpret_cast<const std::byte*>(&value);
+      buffer.insert(buffer.end(), bytes, bytes + sizeof value);
+      if (buffer.size() >= size_t{1} << 22) flush();
+    }
+    void flush();
+    OutputFile file;
+    std::vector<std::byte> buffer;
+  };
   void write_index_tail();
-  void flush_tokens();
-  void flush_lengths();
 
   std::string prefix_;
   CorpusInfo info_;
   bool overwrite_;
   int64_t width_;  // bytes a token
   int64_t documents_ = 0, tokens_ = 0;
-  std::vector<std::byte> token_buffer_;
-  std::vector<int32_t> length_buffer_;
   int lock_ = -1;  // descriptor whose flock marks PREFIX as being written
-  std::optional<OutputFile> bin_, idx_;
+  std::optional<Output> bin_, idx_;
 };
 
 // A corpus as one stream of tokens, its documents one after the other. Memory-mapped; reading is

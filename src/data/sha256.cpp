@@ -2,7 +2,6 @@
 
 #include <array>
 #include <bit>
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -11,36 +10,21 @@
 namespace marrow {
 namespace {
 
-// The first 32 bits of the fraction of `value`'s `root`-th root, exactly: the largest r with
-// r^root <= value · 2^(32 root), by bisection.
-uint32_t root_fraction(uint64_t value, int root) {
-  uint64_t low = 0, high = uint64_t{1} << 37;
-  const unsigned __int128 scaled = static_cast<unsigned __int128>(value) << (32 * root);
-  while (high - low > 1) {
-    const uint64_t middle = (low + high) / 2;
-    unsigned __int128 power = 1;
-    for (int i = 0; i < root; ++i) power *= middle;
-    (power <= scaled ? low : high) = middle;
-  }
-  return static_cast<uint32_t>(low);
-}
+// Of the fractions of the cube roots of the first 64 primes.
+constexpr std::array<uint32_t, 64> kRounds = {
+    0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
+    0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
+    0xe49b69c1, 0xefbe4786, 0x0fc19dc6, 0x240ca1cc, 0x2de92c6f, 0x4a7484aa, 0x5cb0a9dc, 0x76f988da,
+    0x983e5152, 0xa831c66d, 0xb00327c8, 0xbf597fc7, 0xc6e00bf3, 0xd5a79147, 0x06ca6351, 0x14292967,
+    0x27b70a85, 0x2e1b2138, 0x4d2c6dfc, 0x53380d13, 0x650a7354, 0x766a0abb, 0x81c2c92e, 0x92722c85,
+    0xa2bfe8a1, 0xa81a664b, 0xc24b8b70, 0xc76c51a3, 0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070,
+    0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
+    0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
+// Of the square roots of the first 8.
+constexpr std::array<uint32_t, 8> kStart = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
+                                            0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
 
-struct Constants {
-  std::array<uint32_t, 64> rounds;  // of the cube roots of the first 64 primes
-  std::array<uint32_t, 8> state;    // of the square roots of the first 8
-  Constants() {
-    size_t count = 0;
-    for (uint64_t candidate = 2; count < rounds.size(); ++candidate) {
-      bool prime = true;
-      for (uint64_t d = 2; d * d <= candidate; ++d) prime = prime && candidate % d != 0;
-      if (!prime) continue;
-      if (count < state.size()) state[count] = root_fraction(candidate, 2);
-      rounds[count++] = root_fraction(candidate, 3);
-    }
-  }
-};
-
-void add_block(const char* block, const Constants& constants, std::array<uint32_t, 8>& state) {
+void add_block(const char* block, std::array<uint32_t, 8>& state) {
   std::array<uint32_t, 64> w;
   for (size_t i = 0; i < 16; ++i) {
     uint32_t big_endian;
@@ -55,7 +39,7 @@ void add_block(const char* block, const Constants& constants, std::array<uint32_
   auto [a, b, c, d, e, f, g, h] = state;
   for (size_t i = 0; i < 64; ++i) {
     const uint32_t first = h + (std::rotr(e, 6) ^ std::rotr(e, 11) ^ std::rotr(e, 25)) +
-                           ((e & f) ^ (~e & g)) + constants.rounds[i] + w[i];
+                           ((e & f) ^ (~e & g)) + kRounds[i] + w[i];
     const uint32_t second =
         (std::rotr(a, 2) ^ std::rotr(a, 13) ^ std::rotr(a, 22)) + ((a & b) ^ (a & c) ^ (b & c));
     h = g, g = f, f = e, e = d + first, d = c, c = b, b = a, a = first + second;
@@ -67,17 +51,16 @@ void add_block(const char* block, const Constants& constants, std::array<uint32_
 }  // namespace
 
 std::string sha256_hex(std::string_view data) {
-  const Constants constants;
-  std::array<uint32_t, 8> state = constants.state;
+  std::array<uint32_t, 8> state = kStart;
   size_t at = 0;
-  for (; at + 64 <= data.size(); at += 64) add_block(data.data() + at, constants, state);
+  for (; at + 64 <= data.size(); at += 64) add_block(data.data() + at, state);
   std::string tail(data.substr(at));
   tail.push_back('\x80');
   while (tail.size() % 64 != 56) tail.push_back('\0');
   for (int shift = 56; shift >= 0; shift -= 8) {
     tail.push_back(static_cast<char>(uint64_t{data.size()} * 8 >> shift));
   }
-  for (at = 0; at < tail.size(); at += 64) add_block(tail.data() + at, constants, state);
+  for (at = 0; at < tail.size(); at += 64) add_block(tail.data() + at, state);
   std::string hex;
   for (const uint32_t word : state) hex += fmt::format("{:08x}", word);
   return hex;

@@ -22,28 +22,15 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-struct LocatedFault {
-  std::string path;
-  BadInput input;
-};
-
 // What became of one block.
 struct EncodedBlock {
+  std::string path;
   std::vector<int32_t> ids, lengths;
-  std::vector<LocatedFault> faults;
+  std::vector<BadInput> faults;
   int64_t bytes = 0;        // of the documents
   int64_t block_bytes = 0;  // what it counts for against kBytesInFlight
   std::exception_ptr error;
 };
-
-std::string progress_line(const TokenizeResult& result, double share, double seconds) {
-  constexpr double kMega = 1e6;
-  const double megabytes = static_cast<double>(result.bytes) / kMega;
-  std::string line = fmt::format("tokenize {:5.1f}%  {} documents  {:.1f} MB  {:.1f} MB/s",
-                                 100 * share, result.documents, megabytes, megabytes / seconds);
-  if (share > 0) line += fmt::format("  {:.0f} s left", seconds * (1 - share) / share);
-  return line;
-}
 
 // Workers take numbered blocks from the source in turn, encode them side by side, and hand them in;
 // whoever hands in the next block in order writes it and its finished successors.
@@ -82,17 +69,14 @@ class Pipeline {
 
  private:
   void work() {
-    InputBlock block;
-    int64_t number = 0;
-    while (take(block, number)) {
-      EncodedBlock encoded;
-      encoded.block_bytes = static_cast<int64_t>(block.text.size());
-      try {
-        encode(block, encoded);
-      } catch (...) {
-        encoded.error = std::current_exception();
-      }
-      hand_in(number, std::move(encoded));
+    try {
+      InputBlock block;
+      int64_t number = 0;
+      while (take(block, number)) hand_in(number, encode(block));
+    } catch (...) {
+      const std::lock_guard lock(mutex_);
+      if (!failure_) failure_ = std::current_exception();
+      room_.notify_all();
     }
   }
 
@@ -104,64 +88,53 @@ class Pipeline {
       room_.wait(lock, [&] { return bytes_in_flight_ < kBytesInFlight || failure_; });
       if (failure_) return false;
     }
-    std::exception_ptr error;
-    bool taken = false;
-    try {
-      taken = source_.next(block);
-    } catch (...) {
-      error = std::current_exception();
-    }
+    if (!source_.next(block)) return false;
     const std::lock_guard lock(mutex_);
-    if (error && !failure_) failure_ = error;
-    if (!taken || failure_) return false;
     number = blocks_taken_++;
     bytes_in_flight_ += static_cast<int64_t>(block.text.size());
     disk_bytes_read_ = source_.disk_bytes_read();
     return true;
   }
 
-  void encode(const InputBlock& block, EncodedBlock& out) const {
-    DocumentCursor cursor(block, options_.field);
-    DocumentCursor::Item item;
-    while (cursor.next(item)) {
-      if (item.fault) {
-        out.faults.push_back({block.path, *item.fault});
-        if (!options_.skip_faults) return;
-        continue;
-      }
-      const size_t before = out.ids.size();
-      tokenizer_.encode(item.text, out.ids);
-      if (options_.append_end_of_document) out.ids.push_back(*tokenizer_.end_of_document());
-      const size_t length = out.ids.size() - before;
-      MARROW_CHECK(length <= INT32_MAX, ExitCode::kBadInput, Fix("split this document"),
-                   "{}: a document of {} tokens, the format's limit is {}", block.path, length,
-                   INT32_MAX);
-      out.lengths.push_back(static_cast<int32_t>(length));
-      out.bytes += static_cast<int64_t>(item.text.size());
+  EncodedBlock encode(const InputBlock& block) const {
+    EncodedBlock out;
+    out.path = block.path;
+    out.block_bytes = static_cast<int64_t>(block.text.size());
+    try {
+      read_documents(block, options_.field, [&](const Document& document) {
+        if (document.fault) return out.faults.push_back(*document.fault);
+        const size_t before = out.ids.size();
+        tokenizer_.encode(document.text, out.ids);
+        if (options_.append_end_of_document) out.ids.push_back(*tokenizer_.end_of_document());
+        const size_t length = out.ids.size() - before;
+        MARROW_CHECK(length <= INT32_MAX, ExitCode::kBadInput, Fix("split this document"),
+                     "{}: a document of {} tokens, the format's limit is {}", block.path, length,
+                     INT32_MAX);
+        out.lengths.push_back(static_cast<int32_t>(length));
+        out.bytes += static_cast<int64_t>(document.text.size());
+      });
+    } catch (...) {
+      out.error = std::current_exception();  // told when its turn comes
     }
+    return out;
   }
 
   void hand_in(int64_t number, EncodedBlock encoded) {
     const std::lock_guard lock(mutex_);
     finished_.emplace(number, std::move(encoded));
-    try {
-      for (auto next = finished_.find(blocks_written_); next != finished_.end() && !failure_;
-           next = finished_.find(blocks_written_)) {
-        write(next->second);
-        bytes_in_flight_ -= next->second.block_bytes;
-        finished_.erase(next);
-        ++blocks_written_;
-      }
-      check_interrupt();
-    } catch (...) {
-      if (!failure_) failure_ = std::current_exception();
+    for (auto next = finished_.find(blocks_written_); next != finished_.end() && !failure_;
+         next = finished_.find(++blocks_written_)) {
+      write(next->second);
+      bytes_in_flight_ -= next->second.block_bytes;
+      finished_.erase(next);
     }
+    check_interrupt();
     room_.notify_all();
     show_progress();
   }
 
   void write(const EncodedBlock& block) {
-    for (const LocatedFault& fault : block.faults) count_fault(fault);
+    for (const BadInput& fault : block.faults) count_fault(block.path, fault);
     if (block.error) std::rethrow_exception(block.error);
     writer_.append(block.ids, block.lengths);
     result_.documents = writer_.documents();
@@ -169,16 +142,16 @@ class Pipeline {
     result_.bytes += block.bytes;
   }
 
-  void count_fault(const LocatedFault& fault) {
-    const auto& [kind, line, detail] = fault.input;
+  void count_fault(const std::string& path, const BadInput& fault) {
+    const std::string_view kind = fault_name(fault.fault);
     MARROW_CHECK(options_.skip_faults, ExitCode::kBadInput,
                  Fix("repair this input, or add --on-error skip to leave such documents out"),
-                 "{}:{}: {}: {}", fault.path, line, fault_name(kind), detail);
-    ++result_.faults[static_cast<size_t>(kind)];
+                 "{}:{}: {}: {}", path, fault.line, kind, fault.detail);
+    ++result_.faults[static_cast<size_t>(fault.fault)];
     if (++result_.skipped > kWarnings) return;
+    const char* const last = result_.skipped < kWarnings ? "" : " (further ones are only counted)";
     logger_.warn(
-        fmt::format("{}:{}: skipped, {}: {}{}", fault.path, line, fault_name(kind), detail,
-                    result_.skipped == kWarnings ? " (further ones are only counted)" : ""));
+        fmt::format("{}:{}: skipped, {}: {}{}", path, fault.line, kind, fault.detail, last));
   }
 
   void check_interrupt() const {
@@ -194,7 +167,11 @@ class Pipeline {
     next_progress_ = seconds + options_.progress_seconds;
     const auto total = static_cast<double>(std::max<int64_t>(source_.disk_bytes(), 1));
     const double share = std::min(1.0, static_cast<double>(disk_bytes_read_) / total);
-    logger_.progress(progress_line(result_, share, seconds));
+    const double megabytes = static_cast<double>(result_.bytes) / 1e6;
+    logger_.progress(
+        fmt::format("tokenize {:5.1f}%  {} documents  {:.1f} MB  {:.1f} MB/s  {:.0f} s left",
+                    100 * share, result_.documents, megabytes, megabytes / seconds,
+                    seconds * (1 - share) / std::max(share, 1e-3)));
   }
 
   void report_skipped() {

@@ -1,32 +1,44 @@
 // Strict reading of tokenizer.json: what is not implemented is an error that names its path in the
 // file, so that a wrong token never comes out silently.
 #pragma once
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <string>
 #include <string_view>
-#include <utility>
+#include <unordered_map>
 #include <vector>
 
-#include "data/pretokenizer.h"
+#include "data/regex.h"
 
 namespace marrow {
 
 struct AddedToken {
   std::string content;
   int32_t id = 0;
-  bool lstrip = false, rstrip = false;  // takes the white space before, behind it along
-  bool normalized = false;              // is looked for in normalized text
+  bool normalized = false;  // is looked for in normalized text
   bool special = false;
+};
+
+// Cuts a piece of text at the matches of an expression.
+struct SplitStage {
+  Regex regex;
+  bool keep_matches = true, keep_rest = true;
+};
+
+struct BpeMerge {
+  int32_t left, right, merged;  // ids
 };
 
 // A byte-level BPE tokenizer as its file describes it.
 struct TokenizerSpec {
-  std::vector<std::pair<std::string, int32_t>> vocab;  // as in the file: bytes spelled as letters
-  std::vector<std::pair<std::string, std::string>> merges;  // by rank, spelled like the vocab
-  bool ignore_merges = false;  // a whole word of the vocab is taken without merging
+  std::unordered_map<std::string, int32_t> vocab;  // as in the file, and added tokens
+  std::array<int32_t, 256> byte_ids{};
+  std::vector<std::string> texts;                  // of all ids; U+FFFD in a gap of them
+  std::unordered_map<std::string, int32_t> words;  // to take whole, without merging; by their bytes
+  std::vector<BpeMerge> merges;                    // by rank
   bool nfc = false;
-  PreTokenizer pretokenizer;
+  std::vector<SplitStage> stages;  // each applied to the pieces that the one before it left
   std::vector<AddedToken> added_tokens;
 };
 
@@ -36,8 +48,8 @@ TokenizerSpec read_tokenizer_json(std::string_view text, const std::string& path
 // The id of eos_token in the tokenizer_config.json beside `path`; nothing if there is none.
 std::optional<int32_t> read_end_of_document(const TokenizerSpec& spec, const std::string& path);
 
-// The bytes that a vocabulary entry spells (GPT-2's alphabet: a letter for each byte); nothing if
-// it has a character outside of that alphabet.
-std::optional<std::string> spelled_bytes(std::string_view entry);
+// A Split's expression, which is written for Oniguruma. Throws std::invalid_argument naming the
+// first construct that PCRE2 may read differently.
+Regex split_regex(const std::string& pattern);
 
 }  // namespace marrow

@@ -10,29 +10,20 @@
 
 namespace marrow {
 
-// A code point and the bytes it takes in UTF-8.
+// The first code point of `text` and its bytes in UTF-8; `size` 0 where `text` begins with none.
 struct CodePoint {
-  uint32_t value;
-  uint32_t size;
+  uint32_t value, size;
 };
-CodePoint decode_utf8(const char* text);  // `text` is valid UTF-8
+CodePoint decode_utf8(std::string_view text);
 
-// Offset of the first byte that is not valid UTF-8, or text.size(). `ascii_only` says whether
-// there was no byte above 0x7f before it.
-size_t find_invalid_utf8(std::string_view text, bool& ascii_only);
+// Length of the longest valid UTF-8 prefix (Unicode 15, table 3-7: no surrogates, no overlong
+// forms): text.size() where all of it is valid.
+size_t valid_utf8_length(std::string_view text);
 
-// A code point that PCRE2's Unicode 14 puts in the class that Unicode 16 gives `code_point`, of
-// equal UTF-8 length and near it in value, so that explicit ranges agree too; 0 for code points
-// whose class did not change.
-uint32_t class_stand_in(uint32_t code_point);
-
-// Replaces `classes` by `text` with each character by its stand-in. False (and `classes` left as
-// it was) if there is nothing to replace.
-bool make_class_text(std::string_view text, std::string& classes);
-
-// Bytes of the White_Space characters at the end or at the start of `text`.
-size_t trailing_space(std::string_view text);
-size_t leading_space(std::string_view text);
+// `text` (valid UTF-8) as PCRE2 must see it to find the reference's classes: a character that they
+// class differently is replaced by one of the right class and of equal length in UTF-8, near it in
+// value so that explicit ranges agree too. The result lies in `text` or in `scratch`.
+std::string_view class_text(std::string_view text, std::string& scratch);
 
 class NfcNormalizer {
  public:
@@ -41,9 +32,9 @@ class NfcNormalizer {
   void append(std::string_view text, std::string& out) const;
 
  private:
-  // Never changes, and never changes or moves what stands before it: text may be cut before it.
-  bool is_plain(uint32_t code_point) const;
-  std::vector<bool> plain_;  // [0x30000]
+  // Plain: never changes, and never changes or moves what stands before it, so that text may be cut
+  // before it. Inert: plain, and nothing may be composed with it.
+  std::vector<bool> plain_, inert_;  // by code point; those beyond are plain
 };
 
 }  // namespace marrow

@@ -38,14 +38,12 @@ class DocumentSourceTest : public CorpusFolder {
     InputBlock block;
     while (source.next(block)) {
       largest_block_ = std::max(largest_block_, block.text.capacity());
-      DocumentCursor cursor(block, "text");
-      DocumentCursor::Item item;
-      while (cursor.next(item)) {
+      read_documents(block, "text", [&](const Document& document) {
         const std::string name = std::filesystem::path(block.path).filename();
-        out.push_back(item.fault ? fmt::format("<{}:{} {}>", name, item.fault->line,
-                                               fault_name(item.fault->fault))
-                                 : std::string(item.text));
-      }
+        const auto& fault = document.fault;
+        out.push_back(fault ? fmt::format("<{}:{} {}>", name, fault->line, fault_name(fault->fault))
+                            : std::string(document.text));
+      });
     }
     EXPECT_EQ(source.disk_bytes_read(), source.disk_bytes());
     return out;
@@ -67,11 +65,11 @@ TEST_F(DocumentSourceTest, FilesFoldersAndOrder) {
 }
 
 TEST_F(DocumentSourceTest, MissingInputsAreUsageErrors) {
-  ErrorReport report = error_of([&] { DocumentSource({path("none.txt")}); });
+  ErrorReport report = error_of([&] { DocumentSource({path("none.txt")}, {}); });
   EXPECT_EQ(report.code, ExitCode::kUsage);
   expect_contains(report.what, {"none.txt"});
   std::filesystem::create_directories(path("empty"));
-  report = error_of([&] { DocumentSource({path("empty")}); });
+  report = error_of([&] { DocumentSource({path("empty")}, {}); });
   expect_contains(report.what, {"empty", "no file"});
 }
 

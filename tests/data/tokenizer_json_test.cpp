@@ -3,7 +3,10 @@
 
 #include <gtest/gtest.h>
 
+#include <stdexcept>
+
 #include "data/tokenizer.h"
+#include "data/unicode_text.h"
 #include "tokenizer_testing.h"
 
 namespace marrow {
@@ -75,6 +78,12 @@ TEST(TokenizerJson, EveryUnsupportedFeatureIsRefusedByItsPath) {
        "pre_tokenizer.pretokenizers[0].pattern.Regex"},
       {&T::pretokenizer, split(R"({"Glob": "a"})", isolated),
        "pre_tokenizer.pretokenizers[0].pattern.Glob"},
+      {&T::pretokenizer, split(R"({"String": " "})", isolated),
+       "pre_tokenizer.pretokenizers[0].pattern.String"},
+      {&T::pretokenizer, split(R"({"Regex": "a"})", R"(, "behavior": "MergedWithNext")"),
+       "pre_tokenizer.pretokenizers[0].behavior"},
+      {&T::pretokenizer, R"({"type": "ByteLevel", "add_prefix_space": true})",
+       "pre_tokenizer.add_prefix_space"},
       {&T::post_processor, R"({"type": "BertProcessing"})", "post_processor.type"},
       {&T::post_processor, R"({"type": "Sequence", "processors": [{"type": "RobertaProcessing"}]})",
        "post_processor.processors[0].type"},
@@ -102,6 +111,10 @@ TEST(TokenizerJson, EveryUnsupportedFeatureIsRefusedByItsPath) {
        "added_tokens[0].single_word2"},
       {&T::added, R"([{"id": 261, "content": "x", "single_word": true, "special": true}])",
        "added_tokens[0].single_word"},
+      {&T::added, R"([{"id": 261, "content": "x", "lstrip": true, "special": true}])",
+       "added_tokens[0].lstrip"},
+      {&T::added, R"([{"id": 261, "content": "x", "rstrip": true, "special": true}])",
+       "added_tokens[0].rstrip"},
       {&T::added, R"([{"id": 261, "content": "", "special": true}])", "added_tokens[0].content"},
       {&T::added, R"([{"id": 270, "content": "<x>", "special": true}])", "added_tokens[0].id"},
       {&T::added, R"([{"id": 261, "content": "the", "special": true}])", "added_tokens[0].id"},
@@ -138,47 +151,51 @@ TEST(TokenizerJson, BrokenFiles) {
   EXPECT_THROW(open_tokenizer("/tmp"), Error);
 }
 
-TEST(SplitRegex, TranslatesOrRefuses) {
-  const std::pair<std::string, std::string> accepted[] = {
-      {R"(\s+(?!\S))", R"([\x09-\x0d\x85\p{Z}]+(?![^\x09-\x0d\x85\p{Z}]))"},
-      {R"([^\s\p{L}\d])", R"([^\x09-\x0d\x85\p{Z}\p{L}\p{Nd}])"},
-      {R"((?i:'s|'ll)\p{N}{1,3})", R"((?i:'s|'ll)\p{N}{1,3})"},
-      {R"(a++|b*?|[\v\x41\u0042])", R"(a++|b*?|[\x0b\x{41}\x{0042}])"},
-  };
-  for (const auto& [pattern, expected] : accepted) {
-    std::string refused;
-    EXPECT_EQ(translate_pattern(pattern, refused), expected);
-    EXPECT_EQ(refused, "") << pattern;
+// The error of a split pattern; "" if it is accepted.
+std::string pattern_error(const std::string& pattern) {
+  try {
+    split_regex(pattern);
+  } catch (const std::invalid_argument& problem) {
+    return problem.what();
   }
-  for (const std::string pattern : {R"(\w)",
-                                    R"(\b)",
-                                    R"(^a)",
-                                    R"(a$)",
-                                    R"([a[b]])",
-                                    R"([\p{L}&&\p{Lu}])",
-                                    R"(\p{Han})",
-                                    R"(\p{L)",
-                                    R"((?i)a)",
-                                    R"(a{2}+)",
-                                    R"(a{,2})",
-                                    R"(a{)",
-                                    R"((?i:ss))",
-                                    R"((?i:\p{Lu}))",
-                                    R"((?i:[^a]))",
-                                    R"([\S])",
-                                    R"((a)\1)",
-                                    R"(a))",
-                                    R"([a)",
-                                    R"(\)",
-                                    R"(\h)",
-                                    R"((?<n>a))",
-                                    R"(\x{110000000})",
-                                    R"(\x8f)",
-                                    R"([]a])"}) {
-    std::string refused;
-    EXPECT_EQ(translate_pattern(pattern, refused), "") << pattern;
-    EXPECT_NE(refused, "") << pattern;
+  return "";
+}
+
+TEST(SplitRegex, AcceptsOrRefuses) {
+  for (const std::string pattern :
+       {R"(\s+(?!\S))", R"([^\s\p{L}\d])", R"((?i:'s|'ll)\p{N}{1,3})", R"('(?i:[sdmt]|ll|ve|re))",
+        R"(a++|b+?c*|[\x41\x{42}])", R"([^\S\D]\D)", R"((?<=\p{Ll})\p{Lu}|(?<!a)b(?=c)|(?>d)|(e))",
+        "[一-龥]+[\r\n]*|\\s+$"}) {
+    EXPECT_EQ(pattern_error(pattern), "") << pattern;
   }
+  for (const std::string pattern : {R"(\w)",        R"(\b)",
+                                    R"(^a)",        R"((?<!^)a)",
+                                    R"([a[b]])",    R"([\p{L}&&\p{Lu}])",
+                                    R"(\p{Han})",   R"(\p{L)",
+                                    R"((?i)a)",     R"(a{2}+)",
+                                    R"(a{,2})",     R"(a{)",
+                                    R"((?i:ss))",   R"((?i:\p{Lu}))",
+                                    R"((?i:[^a]))", R"((a)\1)",
+                                    R"(a))",        R"([a)",
+                                    R"(\)",         R"(\h)",
+                                    R"((?<n>a))",   R"(\x{110000000})",
+                                    R"(\x8f)",      R"([]a])"}) {
+    EXPECT_NE(pattern_error(pattern), "") << pattern;
+  }
+  EXPECT_NE(pattern_error(R"(\s+\w+)").find(R"(\\w+)"), std::string::npos);  // names what it is
+}
+
+// PCRE2's \s has U+180E, which is no white space; the classes of U+0897 and others are Unicode
+// 16's.
+TEST(SplitRegex, ClassesAreThoseOfTheReference) {
+  const std::string text = "a\u180e\u0897\U00011f50";
+  std::string scratch;
+  const std::string classes(class_text(text, scratch));
+  ASSERT_EQ(classes.size(), text.size());
+  RegexScratch regex;
+  EXPECT_FALSE(split_regex(R"(\s)").find(classes, 0, regex));
+  EXPECT_TRUE(split_regex(R"(\p{Cf}\p{Mn}\p{Nd})").find(classes, 0, regex));
+  EXPECT_EQ(class_text("a\u0085", scratch), "a\u0085");
 }
 
 }  // namespace

@@ -194,8 +194,8 @@ def variants(base_path):
         return [{"id": vocab.get(content) or next(fresh), "content": content, **flags, **changed}
                 for content, changed in contents]
 
-    def split(pattern, behavior, invert=False, kind="Regex"):
-        return {"type": "Split", "pattern": {kind: pattern}, "behavior": behavior, "invert": invert}
+    def split(pattern, behavior, invert=False):
+        return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": behavior, "invert": invert}
 
     def sequence(*stages):
         return {"type": "Sequence", "pretokenizers": [*stages, byte_level]}
@@ -203,25 +203,25 @@ def variants(base_path):
     whole = base["model"]["merges"]
     out = {
         "gpt2": {"pre_tokenizer": {**byte_level, "use_regex": True}},
-        "prefix": {
-            "pre_tokenizer": {**byte_level, "use_regex": True, "add_prefix_space": True},
+        "added": {
             "normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}]},
             "added_tokens": added([
-                ("<|endoftext|>", {"special": True}), ("I'm", {"lstrip": True}),
-                ("e\u0301", {"normalized": True, "rstrip": True}), ("//", {"rstrip": True}),
-                ("///", {"lstrip": True, "rstrip": True}), ("x", {}), ("xx", {"special": True}),
-                ("<|end", {}), ("👍", {"lstrip": True, "normalized": True})]),
+                ("<|endoftext|>", {"special": True}), ("I'm", {}), ("e\u0301", {"normalized": True}),
+                ("//", {}), ("///", {}), ("x", {}), ("xx", {"special": True}), ("<|end", {}),
+                ("👍", {"normalized": True})]),
         },
         "cl100k": {"pre_tokenizer": sequence(split(
             r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}"
             r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++(?!\S)|\s+", "Removed", True))},
-        "digits": {"pre_tokenizer": sequence(
-            {"type": "Digits", "individual_digits": True}, split(r"\p{P}", "MergedWithPrevious"))},
-        "digit_runs": {"pre_tokenizer": sequence(
-            {"type": "Digits", "individual_digits": False}, split(" ", "MergedWithNext", kind="String"))},
-        "contiguous": {"pre_tokenizer": sequence(
-            split(r"\s", "Contiguous"), split(r"[A-Z][a-z]+", "Isolated"),
-            split(r"(?<=\p{Ll})\p{Lu}", "MergedWithNext"), split(r"\S{1,7}(?=\P{L}|_)", "Isolated"))},
+        # DeepSeek-V2's, with fewer letters.
+        "deepseek_v2": {"pre_tokenizer": sequence(
+            split(r"[\r\n]", "Isolated"), split(r"\s?[A-Za-zµÀ-ÖØ-öø-ƺͰ-ͳ𐐀-𐑏𝐀-𝑔]+", "Isolated"),
+            split(r"\s?[!-/:-~！-／：-～‘-‟　-。]+", "Isolated"), split(r"\s+$", "Isolated"),
+            split(r"[一-龥ࠀ-一가-퟿]+", "Isolated"), {"type": "Digits", "individual_digits": True})},
+        "digit_runs": {"pre_tokenizer": sequence({"type": "Digits", "individual_digits": False})},
+        "stages": {"pre_tokenizer": sequence(
+            split(r"[^\S\n]+$", "Isolated"), split(r"\s+", "Isolated"), split(r"[A-Z][a-z]+", "Isolated"),
+            split(r"(?<=\p{Ll})\p{Lu}", "Isolated"), split(r"\S{1,7}(?=\P{L}|_)", "Isolated"))},
         "removed": {"pre_tokenizer": sequence(split(r"[^\p{L}\d]+", "Removed"))},
         "ignore_merges": {"pre_tokenizer": sequence(split(O200K_PATTERN, "Isolated")),
                           "model": {**base["model"], "ignore_merges": True,

@@ -1,6 +1,8 @@
-#include "data/text_scan.h"
+#include "data/json_line.h"
 
 #include <gtest/gtest.h>
+
+#include "data/unicode_text.h"
 
 namespace marrow {
 namespace {
@@ -55,8 +57,9 @@ TEST(Utf8, PositionOfTheFirstBadByteAtAnyAlignment) {
   }
 }
 
-JsonField find(std::string_view line, std::string& scratch, std::string_view field = "text") {
-  return find_json_string(line, field, scratch);
+JsonField find(std::string_view line) {
+  RegexScratch scratch;
+  return find_json_string(line, "text", scratch);
 }
 
 TEST(JsonLine, FindsAndDecodesTheField) {
@@ -72,8 +75,7 @@ TEST(JsonLine, FindsAndDecodesTheField) {
       {"{\"text\":\"" + std::string(100, 'q') + "\"}\r", std::string(100, 'q')},
   };
   for (const auto& [line, expected] : cases) {
-    std::string scratch;
-    const JsonField field = find(line, scratch);
+    const JsonField field = find(line);
     EXPECT_EQ(field.status, Status::kFound) << line << ": " << field.detail;
     EXPECT_EQ(field.text, expected) << line;
   }
@@ -82,16 +84,14 @@ TEST(JsonLine, FindsAndDecodesTheField) {
 TEST(JsonLine, HalfASurrogatePair) {
   for (const char* line : {R"({"text":"\ud83d"})", R"({"text":"\ude00"})", R"({"text":"\ud83dx"})",
                            R"({"text":"\ud83d\u0041"})", R"({"text":"\ud83d\n\ude00"})"}) {
-    std::string scratch;
-    EXPECT_EQ(find(line, scratch).status, Status::kLoneSurrogate) << line;
+    EXPECT_EQ(find(line).status, Status::kLoneSurrogate) << line;
   }
 }
 
 TEST(JsonLine, MissingField) {
   for (const char* line : {"{}", R"({"txt":"a"})", R"({"text":1})", R"({"text":null})",
                            R"({"text":["a"]})", "[]", "1", R"("text")", R"({"a":{"text":"b"}})"}) {
-    std::string scratch;
-    EXPECT_EQ(find(line, scratch).status, Status::kMissing) << line;
+    EXPECT_EQ(find(line).status, Status::kMissing) << line;
   }
 }
 
@@ -120,8 +120,7 @@ TEST(JsonLine, NotJson) {
                            R"({"a":[1,]})",
                            R"({"a":[1)",
                            R"({'text':'a'})"}) {
-    std::string scratch;
-    const JsonField field = find(line, scratch);
+    const JsonField field = find(line);
     EXPECT_EQ(field.status, Status::kNotJson) << line;
     EXPECT_FALSE(field.detail.empty());
   }
@@ -133,24 +132,22 @@ TEST(JsonLine, CutAndChangedLines) {
   const std::string line = R"({"a":[true,{"b":-1.5e3}],"text":"x\n\ud83d\ude00y","c":null})";
   for (size_t size = 0; size < line.size(); ++size) {
     const std::string cut = line.substr(0, size);
-    std::string scratch;
-    EXPECT_EQ(find(cut, scratch).status, Status::kNotJson) << cut;
+    EXPECT_EQ(find(cut).status, Status::kNotJson) << cut;
   }
   for (size_t at = 0; at < line.size(); ++at) {
     for (int byte = 0; byte < 128; ++byte) {
-      std::string changed = line, scratch;
+      std::string changed = line;
       changed[at] = static_cast<char>(byte);
-      const JsonField field = find(changed, scratch);
+      const JsonField field = find(changed);
       EXPECT_EQ(field.detail.empty(), field.status == Status::kFound);
     }
   }
 }
 
 TEST(JsonLine, DeepNestingIsRefusedNotFatal) {
-  std::string scratch;
-  EXPECT_EQ(find(std::string(1000000, '['), scratch).status, Status::kNotJson);
+  EXPECT_EQ(find(std::string(1000000, '[')).status, Status::kNotJson);
   const std::string deep = std::string(400, '[') + std::string(400, ']');
-  EXPECT_EQ(find("{\"a\":" + deep + ",\"text\":\"t\"}", scratch).text, "t");
+  EXPECT_EQ(find("{\"a\":" + deep + ",\"text\":\"t\"}").text, "t");
 }
 
 }  // namespace
