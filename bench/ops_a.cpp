@@ -240,7 +240,7 @@ void add(const std::string& name, const Body& body) {
   };
   add_for("cpu", cpu);
 #ifdef MARROW_CUDA
-  if (at::globalContext().getNumGPUs() > 0) add_for("gpu", gpu);
+  if (at::getNumGPUs() > 0) add_for("gpu", gpu);
 #endif
   (void)gpu;
 }

@@ -1,0 +1,206 @@
+"""A run as its user sees it: resume, signals, damage, full disk, divergence, bad input.
+
+Every case checks the exit code, that the error names the thing and a fix, and what was left behind.
+"""
+import hashlib
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+MARROW = os.environ.get("MARROW", str(ROOT / "build/marrow"))
+TINY = ROOT / "configs/models/qwen3-tiny.json"
+WORK = Path(tempfile.mkdtemp())
+checks = 0
+
+
+def check(condition, text):
+    global checks
+    checks += 1
+    if not condition:
+        sys.exit(f"FAIL {text}  next: .venv/bin/python tests/oracle/run_oracle.py")
+
+
+def marrow(*words, limit=None):
+    before = (lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))) if limit else None
+    return subprocess.run([MARROW, *map(str, words)], capture_output=True, text=True, preexec_fn=before)
+
+
+def toml(name, config=TINY, **settings):
+    base = {"model.config": str(config), "data.train": [str(WORK / "corpus")], "data.seq_len": 32,
+            "train.steps": 20, "train.global_batch": 4, "train.micro_batch": 2, "train.deterministic": True,
+            "train.device": "cpu", "optimizer.lr": 1e-3, "optimizer.warmup_steps": 15, "log.dir": str(WORK / name)}
+    base.update({key.replace("__", "."): value for key, value in settings.items()})
+    path = WORK / f"{name}.toml"
+    path.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in base.items() if value is not None))
+    return path
+
+
+def metrics(name):
+    lines = [json.loads(line) for line in (WORK / name / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line]
+
+
+def hashes(folder):
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in sorted(Path(folder).glob("*.safetensors"))}
+
+
+def refused(done, code, *words):
+    check(done.returncode == code, f"exit {done.returncode}, not {code}: {done.stderr[-400:]}")
+    check("fix: " in done.stderr, f"no fix in: {done.stderr[-400:]}")
+    for word in words:
+        check(word in done.stderr, f"{word!r} is not in: {done.stderr[-600:]}")
+
+
+def make_corpus():
+    text = WORK / "text"
+    text.mkdir()
+    rng = np.random.default_rng(3)
+    for i in range(40):
+        (text / f"{i}.txt").write_text(" ".join(f"word{w}" for w in rng.integers(0, 50, 60 + i)))
+    for name in ("corpus", "other"):
+        done = marrow("tokenize", "--tokenizer", "bytes", "--input", text, "--output", WORK / name)
+        check(done.returncode == 0, done.stderr)
+        (text / "0.txt").write_text("another text altogether " * 9)
+
+
+def resume_is_exact():
+    """20 steps in one go and 10 + 10: every number and every byte (warm-up still runs at step 10)."""
+    for name, extra in [("adamw", {}), ("muon", {"optimizer__name": "muon"}), ("bf16", {"train__dtype": "bf16"}),
+                        ("layer", {"train__recompute": "layer", "router__balance": "sequence"})]:
+        whole, parts = toml(f"{name}-whole", **extra), toml(f"{name}-parts", **extra)
+        done = marrow("pretrain", whole)
+        check(done.returncode == 0, done.stderr)
+        long = subprocess.Popen([MARROW, "pretrain", parts, "--set", "checkpoint.every=10"], stderr=subprocess.DEVNULL,
+                                stdout=subprocess.DEVNULL)
+        check(long.wait() == 0, "run with a checkpoint at step 10")
+        shutil.rmtree(WORK / f"{name}-parts/checkpoints/step-00000020")
+        done = marrow("pretrain", parts)
+        check(done.returncode == 0 and "resumed from" in done.stderr, done.stderr)
+        one, two = metrics(f"{name}-whole"), metrics(f"{name}-parts")
+        check([line["step"] for line in two] == list(range(1, 21)), "a line for each step")
+        for a, b in zip(one, two):
+            for key in ("loss", "grad_norm", "lr", "balance_loss_per_layer", "expert_load_max_over_mean"):
+                check(a[key] == b[key], f"{name}: step {a['step']}: {key} {a[key]} and {b[key]}")
+        check(hashes(WORK / f"{name}-whole/checkpoints/step-00000020") ==
+              hashes(WORK / f"{name}-parts/checkpoints/step-00000020"), f"{name}: bytes of the last checkpoint")
+        check(one[-1]["loss"] < one[0]["loss"], f"{name}: the loss falls")
+
+
+def layouts_agree():
+    """Micro-batch size and recomputation change no loss beyond rounding."""
+    check(marrow("pretrain", toml("layout-1", train__micro_batch=4)).returncode == 0, "micro_batch 4")
+    check(marrow("pretrain", toml("layout-2", train__micro_batch=1, train__recompute="layer")).returncode == 0,
+          "micro_batch 1")
+    for a, b in zip(metrics("layout-1")[:10], metrics("layout-2")[:10]):
+        check(abs(a["loss"] - b["loss"]) <= 1e-5 * a["loss"], f"losses {a['loss']} and {b['loss']}")
+
+
+def signals_save():
+    for name, number in (("term", signal.SIGTERM), ("int", signal.SIGINT)):
+        run = subprocess.Popen([MARROW, "pretrain", toml(name, train__steps=100000)], stderr=subprocess.DEVNULL,
+                               stdout=subprocess.DEVNULL)
+        while not (WORK / name / "metrics.jsonl").exists() or len(metrics(name)) < 3:
+            time.sleep(0.05)
+        run.send_signal(number)
+        check(run.wait(60) == 0, f"{name}: exit {run.returncode}")
+        last = metrics(name)[-1]["step"]
+        check((WORK / name / f"checkpoints/step-{last:08}/COMPLETE").exists(), f"{name}: step {last} was saved")
+
+
+def damage_is_passed_over():
+    path = toml("damage", checkpoint__every=5, checkpoint__keep=0)
+    check(marrow("pretrain", path).returncode == 0, "run")
+    newest = WORK / "damage/checkpoints/step-00000020"
+    victim = next(newest.glob("model-*.safetensors"))
+    os.truncate(victim, victim.stat().st_size - 100)
+    done = marrow("pretrain", path)
+    check(done.returncode == 0 and "step-00000020" in done.stderr and "step-00000015" in done.stderr,
+          f"the damaged one is named, the previous one used: {done.stderr[-500:]}")
+    refused(marrow("eval", newest.parent / "step-00000010" / "config.json", "--data", WORK / "corpus"), 3)
+
+
+def full_disk():
+    path = toml("disk", checkpoint__every=10, train__steps=10, optimizer__warmup_steps=0)
+    check(marrow("pretrain", path).returncode == 0, "run")
+    before = hashes(WORK / "disk/checkpoints/step-00000010")
+    refused(marrow("pretrain", path, "--set", "train.steps=20", limit=200_000), 4, "bytes")
+    check(hashes(WORK / "disk/checkpoints/step-00000010") == before, "the earlier checkpoint is whole")
+    left = sorted(p.name for p in (WORK / "disk/checkpoints").iterdir())
+    check(left == ["step-00000010"], f"left behind: {left}")
+
+
+def divergence():
+    path = toml("nan", optimizer__lr=1e30, optimizer__clip_norm=0, optimizer__warmup_steps=0)
+    refused(marrow("pretrain", path), 5, "must be finite", "skip_nonfinite")
+    done = marrow("pretrain", path, "--set", "train.skip_nonfinite=2")
+    refused(done, 5, "3 such steps")
+    check(done.stderr.count("update skipped") == 2, "two skips are told")
+
+
+def changed_runs():
+    check(marrow("pretrain", toml("same", train__steps=5, optimizer__warmup_steps=0)).returncode == 0, "run")
+    for key, value, word in (("train__seed", 1, "seed"), ("data__seq_len", 16, "seq_len"),
+                             ("data__train", [str(WORK / "other")], "data.train")):
+        refused(marrow("pretrain", toml("same", train__steps=8, optimizer__warmup_steps=0, **{key: value})), 2, word)
+    config = json.loads(TINY.read_text())
+    config["rms_norm_eps"] = 1e-5
+    (WORK / "changed.json").write_text(json.dumps(config))
+    refused(marrow("pretrain", toml("same", config=WORK / "changed.json", train__steps=8, optimizer__warmup_steps=0)), 2,
+            "rms_norm_eps")
+
+
+def bad_models():
+    tiny = json.loads(TINY.read_text())
+    for change, word in ((dict(model_type="mamba"), "mamba"), (dict(hidden_size=None), "hidden_size"),
+                         (dict(attention_bias=True), "attention_bias"), (dict(rope_scaling={"type": "yarn"}), "rope_scaling"),
+                         (dict(num_experts_per_tok=99), "num_experts_per_tok"), (dict(vocab_size=200), "vocab")):
+        (WORK / "bad.json").write_text(json.dumps({k: v for k, v in (tiny | change).items() if v is not None}))
+        refused(marrow("pretrain", toml("bad", config=WORK / "bad.json")), 3 if "vocab_size" in change else 2, word)
+    refused(marrow("pretrain", toml("bad", data__seq_len=10**6)), 2, "max_position_embeddings")
+    (WORK / "text/short.txt").write_text("too short")
+    marrow("tokenize", "--tokenizer", "bytes", "--input", WORK / "text/short.txt", "--output", WORK / "short")
+    refused(marrow("pretrain", toml("bad", data__train=[str(WORK / "short")])), 3, "short", "10 tokens", "seq_len")
+    refused(marrow("pretrain", toml("bad", train__global_batch=5)), 2, "global_batch")
+    refused(marrow("pretrain", toml("bad", mesh__ep=3, train__global_batch=6)), 2, "experts", "mesh.ep")
+    refused(marrow("pretrain", toml("bad", mesh__dp=2)), 2, "mesh")
+    refused(marrow("pretrain", toml("bad", train__dtype="fp8")), 2, "fp8")
+    refused(marrow("pretrain", toml("bad", router__balance="bias")), 2, "bias")
+    check(not (WORK / "bad/checkpoints").exists(), "nothing was written")
+    shutil.copy(WORK / "corpus.bin", WORK / "cut.bin")
+    shutil.copy(WORK / "corpus.idx", WORK / "cut.idx")
+    os.truncate(WORK / "cut.bin", 100)
+    refused(marrow("pretrain", toml("bad", data__train=[str(WORK / "cut")])), 3, "cut.bin")
+
+
+def documents_are_apart():
+    """With masks, a document's loss does not depend on its neighbours in the window."""
+    done = marrow("pretrain", toml("masked", data__mask_documents=True, train__steps=5, optimizer__warmup_steps=0))
+    check(done.returncode == 0, done.stderr)
+    results = [json.loads(marrow("eval", WORK / "masked", "--data", WORK / "corpus", "--seq-len", "64", "--json", *extra).stdout)
+               for extra in ([], ["--mask-documents"])]
+    check(results[1]["tokens"] < results[0]["tokens"], "a document's last token has no target")
+
+
+def main():
+    make_corpus()
+    for case in (resume_is_exact, layouts_agree, signals_save, damage_is_passed_over, full_disk, divergence, changed_runs,
+                 bad_models, documents_are_apart):
+        start = time.time()
+        case()
+        print(f"{case.__name__}: {time.time() - start:.1f} s", flush=True)
+    shutil.rmtree(WORK)
+    print(f"PASS {checks} checks")
+
+
+main()
