@@ -249,7 +249,9 @@ void check(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionLay
 Kernel choose_kernel(const Tensor& q, const Tensor& v, const AttentionLayout& layout,
                      bool deterministic) {
   if (!q.is_cuda()) return Kernel::kCpu;
-  const bool cudnn = layout.document_offsets.empty() && layout.window == 0 && !deterministic;
+  // cuDNN's backward refuses a single query and key.
+  const bool cudnn =
+      layout.document_offsets.empty() && layout.window == 0 && !deterministic && layout.seq_len > 1;
   if (cudnn) return Kernel::kCudnn;
   MARROW_CHECK(q.size(2) == v.size(2) && q.size(2) % 8 == 0 && q.size(2) <= 256, ExitCode::kUsage,
                Fix("set data.mask_documents = false and train.deterministic = false"),

@@ -20,7 +20,8 @@ __device__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 __device__ void set(float* to, float x) { *to = x; }
 __device__ void set(__nv_bfloat16* to, float x) { *to = __float2bfloat16_rn(x); }
 
-// Σ 2^(x - top), with the largest x so far; x = logit · log2 e.
+// Σ e^(logit - top), with the largest logit so far. The difference is taken before the scaling to
+// base 2: large logits would lose digits the other way round.
 struct Softmax {
   float top = -INFINITY, sum = 0.0f;
 };
@@ -28,7 +29,7 @@ struct Softmax {
 __device__ Softmax merge(Softmax a, Softmax b) {
   const float top = fmaxf(a.top, b.top);
   if (top == -INFINITY) return {top, a.sum + b.sum};
-  return {top, a.sum * exp2f(a.top - top) + b.sum * exp2f(b.top - top)};
+  return {top, a.sum * exp2f((a.top - top) * kLog2E) + b.sum * exp2f((b.top - top) * kLog2E)};
 }
 
 __device__ Softmax block_merge(Softmax x) {
@@ -52,12 +53,12 @@ __device__ void add_pack(Softmax& running, const Pack<T, kSize>& pack) {
   float x[kSize], top = running.top;
 #pragma unroll
   for (int u = 0; u < kSize; ++u) {
-    x[u] = to_float(pack.values[u]) * kLog2E;
+    x[u] = to_float(pack.values[u]);
     top = fmaxf(top, x[u]);
   }
-  float sum = top == running.top ? running.sum : running.sum * exp2f(running.top - top);
+  float sum = top == running.top ? running.sum : running.sum * exp2f((running.top - top) * kLog2E);
 #pragma unroll
-  for (int u = 0; u < kSize; ++u) sum += exp2f(x[u] - top);
+  for (int u = 0; u < kSize; ++u) sum += exp2f((x[u] - top) * kLog2E);
   running = {top, sum};
 }
 
@@ -99,15 +100,15 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     }
     const Softmax total = block_merge(running);
-    const float shift = total.top + log2f(total.sum);
-    if (threadIdx.x == 0) losses[r] = shift / kLog2E - target_logit;
+    const float log2_sum = log2f(total.sum);
+    if (threadIdx.x == 0) losses[r] = (total.top - target_logit) + log2_sum / kLog2E;
     if (!with_gradient) continue;
     for (int64_t i = threadIdx.x; i < packs; i += kThreads) {
       const Packed in = i < cached ? cache[i] : row[i];
       Packed out;
 #pragma unroll
       for (int u = 0; u < kSize; ++u) {
-        const float p = exp2f(to_float(in.values[u]) * kLog2E - shift);
+        const float p = exp2f((to_float(in.values[u]) - total.top) * kLog2E - log2_sum);
         const float d = i * kSize + u == target ? p - 1.0f : p;
         set(&out.values[u], d * gradient_scale);
       }
