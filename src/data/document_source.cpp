@@ -193,46 +193,27 @@ bool DocumentSource::next(InputBlock& block) {
                        .first_line = line_,
                        .fault = {}};
     rest_.clear();
-    block.json_lines ? next_lines(block) : next_text(block);
+    fill(block);
     if (!block.json_lines || !block.text.empty() || block.fault) return true;
   }
   return false;
 }
 
-void DocumentSource::close_file() {
-  disk_bytes_done_ += sizes_[file_];  // also where the end was not read
-  reader_.reset();
-  ++file_;
-  line_ = 1;
-}
-
-void DocumentSource::next_text(InputBlock& block) {
-  // Most files are small: zero-filling a whole block for each would tell.
-  constexpr int64_t kFirst = int64_t{32} << 10, kLargest = int64_t{1} << 24;
-  int64_t size = 0;
-  while (size <= limits_.document_bytes &&
-         reader_->append(block.text, std::clamp(size, kFirst, kLargest))) {
-    size = static_cast<int64_t>(block.text.size());
-  }
-  if (size > limits_.document_bytes) {
-    block.fault = BadInput{InputFault::kTooLong, 1,
-                           fmt::format("a document of more than {} bytes", limits_.document_bytes)};
-  } else if (!reader_->damage().empty()) {
-    block.fault =
-        BadInput{InputFault::kDamagedFile, 1 + count_lines(block.text), reader_->damage()};
-  }
-  if (block.fault) block.text.clear();  // a part of a document is none
-  close_file();
-}
-
-// Whole lines; or none and a fault where one is too long, of which no more than a block is held.
-void DocumentSource::next_lines(InputBlock& block) {
+// Whole lines, or a whole text file. None and a fault where one is too long: no more than a block
+// of the rest of it is held.
+void DocumentSource::fill(InputBlock& block) {
   std::string& text = block.text;
   size_t searched = 0;  // up to here `text` holds no line end
-  while (reader_->append(text, limits_.block_bytes)) {
+  const auto step = [&] {
+    // Most text files are small: zero-filling a whole block for each would tell.
+    constexpr int64_t kFirst = int64_t{32} << 10, kLargest = int64_t{1} << 24;
+    return block.json_lines ? limits_.block_bytes
+                            : std::clamp(static_cast<int64_t>(text.size()), kFirst, kLargest);
+  };
+  while (reader_->append(text, step())) {
     const std::string_view fresh = std::string_view(text).substr(searched);
     const size_t newline = block.fault ? fresh.find('\n') : fresh.rfind('\n');
-    if (newline != std::string::npos) {
+    if (block.json_lines && newline != std::string::npos) {
       rest_ = fresh.substr(newline + 1);
       text.resize(searched + newline + 1);
       line_ += count_lines(text);
@@ -241,7 +222,8 @@ void DocumentSource::next_lines(InputBlock& block) {
     }
     if (static_cast<int64_t>(text.size()) > limits_.document_bytes) {
       block.fault = BadInput{InputFault::kTooLong, line_,
-                             fmt::format("a line of more than {} bytes", limits_.document_bytes)};
+                             fmt::format("more than {} bytes", limits_.document_bytes)};
+      if (!block.json_lines) break;
     }
     if (block.fault) text.clear();
     searched = text.size();
@@ -250,7 +232,10 @@ void DocumentSource::next_lines(InputBlock& block) {
     text.resize(text.rfind('\n') + 1);  // npos + 1 = 0: drops the cut line
     block.fault = BadInput{InputFault::kDamagedFile, line_ + count_lines(text), reader_->damage()};
   }
-  close_file();
+  if (block.fault && !block.json_lines) text.clear();  // a part of a document is none
+  disk_bytes_done_ += sizes_[file_++];                 // also where the end was not read
+  reader_.reset();
+  line_ = 1;
 }
 
 void read_documents(const InputBlock& block, const std::string& field,

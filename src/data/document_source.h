@@ -64,9 +64,7 @@ class DocumentSource {
   int64_t disk_bytes_read() const;
 
  private:
-  void next_text(InputBlock& block);
-  void next_lines(InputBlock& block);
-  void close_file();
+  void fill(InputBlock& block);
 
   Limits limits_;
   std::vector<std::string> files_;

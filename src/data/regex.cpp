@@ -18,17 +18,11 @@ std::string error_text(int code) {
 
 }  // namespace
 
-void RegexDeleter::operator()(pcre2_code* code) const { pcre2_code_free(code); }
-void RegexDeleter::operator()(pcre2_match_data* match) const { pcre2_match_data_free(match); }
-void RegexDeleter::operator()(pcre2_match_context* context) const {
-  pcre2_match_context_free(context);
-}
-void RegexDeleter::operator()(pcre2_jit_stack* stack) const { pcre2_jit_stack_free(stack); }
-
 RegexScratch::RegexScratch()
-    : match_(pcre2_match_data_create(3, nullptr)),
-      context_(pcre2_match_context_create(nullptr)),
-      stack_(pcre2_jit_stack_create(64 << 10, 256 << 20, nullptr)) {  // address space, not memory
+    : match_(pcre2_match_data_create(3, nullptr), pcre2_match_data_free),
+      context_(pcre2_match_context_create(nullptr), pcre2_match_context_free),
+      stack_(pcre2_jit_stack_create(64 << 10, 256 << 20, nullptr),  // address space, not memory
+             pcre2_jit_stack_free) {
   MARROW_CHECK(match_ && context_ && stack_, ExitCode::kDeviceFault, Fix("free some memory"),
                "no memory for a regular expression's match");
   pcre2_set_match_limit(context_.get(), UINT32_MAX);
@@ -50,7 +44,8 @@ Regex::Regex(std::string_view pattern, Unit unit) {
   int error = 0;
   PCRE2_SIZE offset = 0;
   code_.reset(pcre2_compile(reinterpret_cast<PCRE2_SPTR>(pattern.data()), pattern.size(),
-                            unicode | PCRE2_NO_AUTO_CAPTURE, &error, &offset, context.get()));
+                            unicode | PCRE2_NO_AUTO_CAPTURE, &error, &offset, context.get()),
+              pcre2_code_free);
   if (!code_) throw std::invalid_argument(error_text(error));
   pcre2_jit_compile(code_.get(), PCRE2_JIT_COMPLETE);
 }

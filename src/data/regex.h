@@ -12,13 +12,6 @@ struct pcre2_real_jit_stack_8;
 
 namespace marrow {
 
-struct RegexDeleter {
-  void operator()(pcre2_real_code_8* code) const;
-  void operator()(pcre2_real_match_data_8* match) const;
-  void operator()(pcre2_real_match_context_8* context) const;
-  void operator()(pcre2_real_jit_stack_8* stack) const;
-};
-
 // What one thread needs to run expressions, and where its last match lies.
 class RegexScratch {
  public:
@@ -28,9 +21,9 @@ class RegexScratch {
 
  private:
   friend class Regex;
-  std::unique_ptr<pcre2_real_match_data_8, RegexDeleter> match_;
-  std::unique_ptr<pcre2_real_match_context_8, RegexDeleter> context_;
-  std::unique_ptr<pcre2_real_jit_stack_8, RegexDeleter> stack_;
+  std::shared_ptr<pcre2_real_match_data_8> match_;
+  std::shared_ptr<pcre2_real_match_context_8> context_;
+  std::shared_ptr<pcre2_real_jit_stack_8> stack_;
 };
 
 class Regex {
@@ -44,7 +37,7 @@ class Regex {
   bool find(std::string_view text, size_t from, RegexScratch& scratch) const;
 
  private:
-  std::unique_ptr<pcre2_real_code_8, RegexDeleter> code_;
+  std::shared_ptr<pcre2_real_code_8> code_;
 };
 
 }  // namespace marrow

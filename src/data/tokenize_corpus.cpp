@@ -29,7 +29,6 @@ struct EncodedBlock {
   std::vector<BadInput> faults;
   int64_t bytes = 0;        // of the documents
   int64_t block_bytes = 0;  // what it counts for against kBytesInFlight
-  std::exception_ptr error;
 };
 
 // Workers take numbered blocks from the source in turn, encode them side by side, and hand them in;
@@ -100,22 +99,18 @@ class Pipeline {
     EncodedBlock out;
     out.path = block.path;
     out.block_bytes = static_cast<int64_t>(block.text.size());
-    try {
-      read_documents(block, options_.field, [&](const Document& document) {
-        if (document.fault) return out.faults.push_back(*document.fault);
-        const size_t before = out.ids.size();
-        tokenizer_.encode(document.text, out.ids);
-        if (options_.append_end_of_document) out.ids.push_back(*tokenizer_.end_of_document());
-        const size_t length = out.ids.size() - before;
-        MARROW_CHECK(length <= INT32_MAX, ExitCode::kBadInput, Fix("split this document"),
-                     "{}: a document of {} tokens, the format's limit is {}", block.path, length,
-                     INT32_MAX);
-        out.lengths.push_back(static_cast<int32_t>(length));
-        out.bytes += static_cast<int64_t>(document.text.size());
-      });
-    } catch (...) {
-      out.error = std::current_exception();  // told when its turn comes
-    }
+    read_documents(block, options_.field, [&](const Document& document) {
+      if (document.fault) return out.faults.push_back(*document.fault);
+      const size_t before = out.ids.size();
+      tokenizer_.encode(document.text, out.ids);
+      if (options_.append_end_of_document) out.ids.push_back(*tokenizer_.end_of_document());
+      const size_t length = out.ids.size() - before;
+      MARROW_CHECK(length <= INT32_MAX, ExitCode::kBadInput, Fix("split this document"),
+                   "{}: a document of {} tokens, the format's limit is {}", block.path, length,
+                   INT32_MAX);
+      out.lengths.push_back(static_cast<int32_t>(length));
+      out.bytes += static_cast<int64_t>(document.text.size());
+    });
     return out;
   }
 
@@ -135,7 +130,6 @@ class Pipeline {
 
   void write(const EncodedBlock& block) {
     for (const BadInput& fault : block.faults) count_fault(block.path, fault);
-    if (block.error) std::rethrow_exception(block.error);
     writer_.append(block.ids, block.lengths);
     result_.documents = writer_.documents();
     result_.tokens = writer_.tokens();

@@ -63,8 +63,7 @@ std::unique_ptr<Tokenizer> open_tokenizer(const std::string& name_or_path,
                    "writes it"),
                "the folder {} holds no tokenizer.json", json_quote(name_or_path));
   const std::string text = read_text_file(path);
-  return std::make_unique<BpeTokenizer>(read_tokenizer_json(text, path), path, sha256_hex(text),
-                                        options);
+  return make_bpe_tokenizer(read_tokenizer_json(text, path), path, sha256_hex(text), options);
 }
 
 }  // namespace marrow

@@ -21,7 +21,7 @@ const char* const kDigitPattern = R"([\p{N}\x{11de0}-\x{11de9}\x{16ff4}-\x{16ff6
 // The constructs that Oniguruma and PCRE2 read alike. Caseless groups hold letters alone, without
 // the pairs that Oniguruma also finds as one character (ß, ligatures); \x80 to \xff are bytes there
 // and characters here.
-const char* const kUnderstood = R"re((?x)
+const char* const kUnderstood = R"re((?x) \A
   (?: (?&escape)
     | \[ \^? (?!\]) (?: (?&escape) | [^]\[\\&] | &(?!&) )+ \]
     | \( (?! [?*] ) | \(\? (?: [:=!>] | <[=!] ) | \)
@@ -80,18 +80,17 @@ int32_t read_id(const Json& value) {
   return static_cast<int32_t>(id);
 }
 
-bool reads_nfc(const Json& normalizer) {
-  if (normalizer.is_null()) return false;
-  const std::string type = normalizer.at("type").as_string();
-  if (type == "NFC") {
-    expect_keys(normalizer, {"type"});
-    return true;
+// The parts of a Sequence, under its `key`, and of those that it holds; else `json` itself, and
+// nothing for null.
+std::vector<Json> parts_of(const Json& json, std::string_view key) {
+  if (json.is_null()) return {};
+  if (json.at("type").as_string() != "Sequence") return {json};
+  expect_keys(json, {"type", key});
+  std::vector<Json> parts;
+  for (const Json& child : list_at(json, key)) {
+    for (const Json& part : parts_of(child, key)) parts.push_back(part);
   }
-  if (type != "Sequence") refuse(normalizer.at("type"));
-  expect_keys(normalizer, {"type", "normalizers"});
-  bool nfc = false;
-  for (const Json& part : list_at(normalizer, "normalizers")) nfc = reads_nfc(part) || nfc;
-  return nfc;
+  return parts;
 }
 
 SplitStage read_split(const Json& json) {
@@ -109,30 +108,27 @@ SplitStage read_split(const Json& json) {
   }
 }
 
-// Appends the stages of `json`. `complete` is set by ByteLevel, behind which nothing may stand, for
-// it would see letters in place of bytes.
-void read_pretokenizer(const Json& json, std::vector<SplitStage>& stages, bool& complete) {
-  if (complete) refuse(json);
-  const std::string type = json.at("type").as_string();
-  if (type == "Sequence") {
-    expect_keys(json, {"type", "pretokenizers"});
-    for (const Json& part : list_at(json, "pretokenizers")) {
-      read_pretokenizer(part, stages, complete);
+void read_pretokenizer(const Json& json, std::vector<SplitStage>& stages) {
+  bool complete = false;  // by ByteLevel, behind which others would see letters in place of bytes
+  for (const Json& part : parts_of(json, "pretokenizers")) {
+    if (complete) refuse(part);
+    const std::string type = part.at("type").as_string();
+    if (type == "Split") {
+      stages.push_back(read_split(part));
+    } else if (type == "Digits") {
+      expect_keys(part, {"type", "individual_digits"});
+      const bool each = part.bool_or("individual_digits", false);
+      stages.push_back({Regex(std::string(kDigitPattern) + (each ? "" : "+"))});
+    } else if (type == "ByteLevel") {
+      expect_keys(part, {"type", "add_prefix_space", "trim_offsets", "use_regex"});
+      expect_unused(part, {"add_prefix_space"});
+      if (part.bool_or("use_regex", true)) stages.push_back({Regex(kGpt2Pattern)});
+      complete = true;
+    } else {
+      refuse(part.at("type"));
     }
-  } else if (type == "Split") {
-    stages.push_back(read_split(json));
-  } else if (type == "Digits") {
-    expect_keys(json, {"type", "individual_digits"});
-    const bool each = json.bool_or("individual_digits", false);
-    stages.push_back({Regex(std::string(kDigitPattern) + (each ? "" : "+"))});
-  } else if (type == "ByteLevel") {
-    expect_keys(json, {"type", "add_prefix_space", "trim_offsets", "use_regex"});
-    expect_unused(json, {"add_prefix_space"});
-    if (json.bool_or("use_regex", true)) stages.push_back({Regex(kGpt2Pattern)});
-    complete = true;
-  } else {
-    refuse(json.at("type"));
   }
+  if (!complete) json.fail("does not end with ByteLevel", unsupported());
 }
 
 // The bytes that a vocabulary entry spells in GPT-2's alphabet, where printable Latin-1 characters
@@ -203,9 +199,9 @@ void read_merges(const Json& model, TokenizerSpec& spec) {
     } else {
       const std::string pair = merge.as_string();
       if (pair.starts_with("#version")) continue;
-      const size_t space = std::min(pair.find(' '), pair.size());
+      const size_t space = std::min(pair.find(' '), pair.size() - 1);
       left = pair.substr(0, space);
-      right = pair.substr(std::min(space + 1, pair.size()));
+      right = pair.substr(space + 1);
     }
     const auto id = [&](const std::string& entry) {
       const auto found = spec.vocab.find(entry);
@@ -255,28 +251,14 @@ void read_added_tokens(const Json& root, TokenizerSpec& spec) {
   }
 }
 
-// ByteLevel changes offsets only. TemplateProcessing adds tokens around a text for inference; a
-// corpus is encoded without them, as add_special_tokens=False does.
-void check_post_processor(const Json& json) {
-  if (json.is_null()) return;
-  const std::string type = json.at("type").as_string();
-  if (type == "Sequence") {
-    for (const Json& part : list_at(json, "processors")) check_post_processor(part);
-  } else if (type != "ByteLevel" && type != "TemplateProcessing") {
-    refuse(json.at("type"));
-  }
-}
-
 }  // namespace
 
 Regex split_regex(const std::string& pattern) {
   static const Regex understood(kUnderstood, Regex::Unit::kBytes);
   RegexScratch scratch;
-  const bool found = understood.find(pattern, 0, scratch) && scratch.begin() == 0;
-  const size_t length = found ? scratch.end() : 0;
+  const size_t length = understood.find(pattern, 0, scratch) ? scratch.end() : 0;
   if (length < pattern.size()) {
-    throw std::invalid_argument(
-        fmt::format("{} is not supported", json_quote(pattern.substr(length, 12))));
+    throw std::invalid_argument(json_quote(pattern.substr(length, 12)) + " is not supported");
   }
   Regex regex(pattern);
   if (regex.matches_empty()) throw std::invalid_argument("it matches the empty string");
@@ -291,13 +273,21 @@ TokenizerSpec read_tokenizer_json(std::string_view text, const std::string& path
   expect_unused(root, {"truncation", "padding"});
 
   TokenizerSpec spec;
-  if (root.has("normalizer")) spec.nfc = reads_nfc(root.at("normalizer"));
-  const Json pretokenizer = root.at("pre_tokenizer");
-  if (pretokenizer.is_null()) refuse(pretokenizer);
-  bool complete = false;
-  read_pretokenizer(pretokenizer, spec.stages, complete);
-  if (!complete) pretokenizer.fail("does not end with ByteLevel", unsupported());
-  if (root.has("post_processor")) check_post_processor(root.at("post_processor"));
+  if (root.has("normalizer")) {
+    for (const Json& part : parts_of(root.at("normalizer"), "normalizers")) {
+      if (part.at("type").as_string() != "NFC") refuse(part.at("type"));
+      spec.nfc = true;
+    }
+  }
+  read_pretokenizer(root.at("pre_tokenizer"), spec.stages);
+  if (root.has("post_processor")) {
+    // ByteLevel changes offsets only. TemplateProcessing adds tokens around a text for inference; a
+    // corpus is encoded without them, as add_special_tokens=False does.
+    for (const Json& part : parts_of(root.at("post_processor"), "processors")) {
+      const std::string type = part.at("type").as_string();
+      if (type != "ByteLevel" && type != "TemplateProcessing") refuse(part.at("type"));
+    }
+  }
   const Json decoder = root.at("decoder");
   if (decoder.string_or("type", "") != "ByteLevel") refuse(decoder);
   read_model(root.at("model"), spec);
@@ -312,8 +302,7 @@ std::optional<int32_t> read_end_of_document(const TokenizerSpec& spec, const std
   const Json config = Json::read_file(config_path);
   if (!config.has("eos_token") || config.at("eos_token").is_null()) return std::nullopt;
   const Json value = config.at("eos_token");
-  const std::string content =
-      value.is_string() ? value.as_string() : value.at("content").as_string();
+  const std::string content = (value.is_string() ? value : value.at("content")).as_string();
   const auto found = spec.vocab.find(content);
   if (found == spec.vocab.end()) {
     value.fail(fmt::format("{} is no token of {}", json_quote(content), path),

@@ -60,9 +60,9 @@ constexpr struct {
     {0x3134a, "31350-323af"}};
 
 // Code points that have a combining class, or compose with what stands before them, only since
-// Unicode versions after 9.
+// Unicode versions after 9. And U+11A7, which utf8proc takes for a final consonant.
 constexpr const char* kNewCombining =
-    "7fd 898-89f 8ca-8d3 9fe c3c d3b-d3c eba 1715 1abf-1ace 1df6-1dfa a82c 10d24-10d27 "
+    "11a7 7fd 898-89f 8ca-8d3 9fe c3c d3b-d3c eba 1715 1abf-1ace 1df6-1dfa a82c 10d24-10d27 "
     "10eab-10eac 10f46-10f50 10f82-10f85 11070 1133b 1145e 11839-1183a 11930 1193d-1193e "
     "11943 119e0 11a34 11a47 11a99 11d42 11d44-11d45 11d97 16ff0-16ff1 1e130-1e136 1e2ae "
     "1e2ec-1e2ef";
@@ -155,53 +155,38 @@ std::string_view class_text(std::string_view text, std::string& scratch) {
   return copied ? scratch : text;
 }
 
-NfcNormalizer::NfcNormalizer() : plain_(kTableEnd, true), inert_(kTableEnd) {
-  std::string normal;
-  for (uint32_t c = 0x300; c < kTableEnd; ++c) {
-    if (c >= 0xd800 && c < 0xe000) continue;
-    const auto point = static_cast<utf8proc_int32_t>(c);
-    char utf8[4];
-    const std::string_view text(utf8, encode_utf8(c, utf8));
-    normal.clear();
-    append_nfc(text, normal);
-    if (normal != text || utf8proc_get_property(point)->combining_class != 0) plain_[c] = false;
-    utf8proc_int32_t parts[8];
-    int last_class = 0;
-    const auto count = utf8proc_decompose_char(point, parts, 8, UTF8PROC_DECOMPOSE, &last_class);
-    for (int i = 1; i < count; ++i) plain_[static_cast<size_t>(parts[i])] = false;
-  }
-  const auto make_inert = [this](uint32_t c) { plain_[c] = inert_[c] = true; };
-  for_each_code_point(kNewCombining, make_inert);
-  for (const auto& group : kChangedClasses) for_each_code_point(group.ranges, make_inert);
-}
-
-// Plain characters before a plain one are copied. A run of others is normalized together with the
-// plain character before it, which its first may compose with.
-void NfcNormalizer::append(std::string_view text, std::string& out) const {
-  const auto is_plain = [this](uint32_t c) { return c >= kTableEnd || plain_[c]; };
+// Characters that NFC neither changes nor moves nor composes with what stands before them, and
+// those that it must leave alone, are copied; the runs of others between them are normalized, each
+// with the character before it, which its first may compose with.
+std::string to_nfc(std::string_view text) {
+  static const auto inert = [] {
+    std::vector<bool> table(kTableEnd);
+    const auto insert = [&](uint32_t c) { table[c] = true; };
+    for_each_code_point(kNewCombining, insert);
+    for (const auto& group : kChangedClasses) for_each_code_point(group.ranges, insert);
+    return table;
+  }();
+  std::string out;
+  out.reserve(text.size());
   size_t copied = 0, run = 0;  // a run would begin here
-  for (size_t at = 0; at < text.size();) {
-    if (static_cast<uint8_t>(text[at]) < 0xcc) {  // below U+0300
-      run = at;
-      at += static_cast<uint8_t>(text[at]) < 0x80 ? 1 : 2;
-      continue;
-    }
-    CodePoint point = decode_utf8(text.substr(at));
-    if (is_plain(point.value)) {
-      const bool inert = point.value < kTableEnd && inert_[point.value];
-      run = inert ? at + point.size : at;
-      at += point.size;
-      continue;
-    }
-    while (at < text.size() && !is_plain(point.value)) {
-      at += point.size;
-      point = decode_utf8(text.substr(at));
-    }
+  const auto end_run = [&](size_t end) {
     out.append(text.substr(copied, run - copied));
-    append_nfc(text.substr(run, at - run), out);
-    copied = run = at;
+    append_nfc(text.substr(run, end - run), out);
+    copied = end;
+  };
+  bool in_run = false;
+  for (size_t at = 0; at < text.size();) {
+    const auto lead = static_cast<uint8_t>(text[at]);
+    const auto [value, size] = lead < 0x80 ? CodePoint{lead, 1} : decode_utf8(text.substr(at));
+    const bool is_inert = value < kTableEnd && inert[value];
+    const bool is_plain = value < 0x300 || (value >= 0x3400 && value < 0xa000) || is_inert;
+    if (is_plain && in_run) end_run(at);
+    if (is_plain) run = is_inert ? at + size : at;
+    in_run = !is_plain;
+    at += size;
   }
-  out.append(text.substr(copied));
+  if (in_run) end_run(text.size());
+  return out.append(text.substr(copied));
 }
 
 }  // namespace marrow

@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
-#include <vector>
 
 namespace marrow {
 
@@ -25,16 +24,7 @@ size_t valid_utf8_length(std::string_view text);
 // value so that explicit ranges agree too. The result lies in `text` or in `scratch`.
 std::string_view class_text(std::string_view text, std::string& scratch);
 
-class NfcNormalizer {
- public:
-  NfcNormalizer();
-  // Appends the normal form of `text` (valid UTF-8) to `out`.
-  void append(std::string_view text, std::string& out) const;
-
- private:
-  // Plain: never changes, and never changes or moves what stands before it, so that text may be cut
-  // before it. Inert: plain, and nothing may be composed with it.
-  std::vector<bool> plain_, inert_;  // by code point; those beyond are plain
-};
+// The normal form of `text` (valid UTF-8).
+std::string to_nfc(std::string_view text);
 
 }  // namespace marrow
