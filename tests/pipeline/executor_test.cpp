@@ -107,6 +107,36 @@ TEST(Executor, ASingleTokenTrains) {
   EXPECT_TRUE(at::isfinite(toy.all_gradients()).all().item<bool>());
 }
 
+// Equal logits choose the lowest ids: all tokens on experts 0 and 1, the other six are empty.
+TEST(Executor, SkewedRoutingTrainsOn) {
+  for (const bool recompute : {false, true}) {
+    ToyOptions options;
+    options.recompute = recompute;
+    ToyModel toy(options);
+    const auto tokens = random_tokens(2, 32, 33);
+    const auto targets = shifted(tokens);
+    double first = 0, last = 0;
+    for (int step = 0; step < 20; ++step) {
+      for (int layer = 0; layer < 4; ++layer) {
+        toy.parameter(fmt::format("layers.{}.router", layer)).value.zero_();
+      }
+      toy.zero_gradients();
+      last = toy.accumulate(tokens, targets, 1);
+      if (step == 0) first = last;
+      const at::Tensor counts = toy.tracker().previous_counts();  // 2 · 32 tokens on each of two
+      EXPECT_TRUE(counts.narrow(1, 0, 2).eq(64).all().item<bool>());
+      EXPECT_TRUE(counts.narrow(1, 2, 6).eq(0).all().item<bool>());
+      for (const char* name : {"layers.2.experts.gate_up", "layers.2.experts.down"}) {
+        const at::Tensor grad = toy.parameter(name).grad;
+        EXPECT_GT(grad.narrow(0, 0, 2).abs().max().item<double>(), 0.0);
+        EXPECT_EQ(grad.narrow(0, 2, 6).abs().max().item<double>(), 0.0);
+      }
+      for (FlatGroup& group : toy.store().groups()) group.master.sub_(group.grad, 0.1);
+    }
+    EXPECT_LT(last, first);
+  }
+}
+
 // Expert blocks of NaN are freed before the step: nothing may read memory that it did not write.
 TEST(Executor, NoResultDependsOnUninitialisedMemory) {
   const auto tokens = random_tokens(2, 32, 11);
