@@ -3,28 +3,16 @@
 #include <algorithm>
 
 namespace marrow {
-namespace {
 
-std::vector<IndexedCorpus> open_all(const std::vector<CorpusWeight>& sources) {
-  MARROW_CHECK(!sources.empty(), ExitCode::kUsage,
+BatchLoader::BatchLoader(Options options) : options_(std::move(options)) {
+  MARROW_CHECK(!options_.sources.empty(), ExitCode::kUsage,
                Fix("list at least one corpus prefix in data.train"), "no corpus is given");
-  std::vector<IndexedCorpus> corpora;
-  for (const CorpusWeight& source : sources) corpora.emplace_back(source.path);
-  return corpora;
-}
-
-std::vector<double> weights_of(const std::vector<CorpusWeight>& sources) {
   std::vector<double> weights;
-  for (const CorpusWeight& source : sources) weights.push_back(source.weight);
-  return weights;
-}
-
-}  // namespace
-
-BatchLoader::BatchLoader(Options options)
-    : options_(std::move(options)),
-      corpora_(open_all(options_.sources)),
-      blend_(weights_of(options_.sources)) {
+  for (const CorpusWeight& source : options_.sources) {
+    corpora_.emplace_back(source.path);
+    weights.push_back(source.weight);
+  }
+  blend_ = Blend(weights);
   check_sources();
 }
 
@@ -91,37 +79,24 @@ SequenceBatch BatchLoader::load(int64_t first, int64_t count) const {
 
 void BatchLoader::fill(const IndexedCorpus& corpus, int64_t sample, int64_t sequence,
                        SequenceBatch& batch) const {
-  const auto length = static_cast<size_t>(options_.seq_len);
-  const int64_t first = sample * options_.seq_len;
+  const int64_t length = options_.seq_len, first = sample * length;
   const auto row = [&](std::vector<int32_t>& values) {
-    return std::span(values).subspan(static_cast<size_t>(sequence) * length, length);
+    return std::span(values).subspan(static_cast<size_t>(sequence * length),
+                                     static_cast<size_t>(length));
   };
   const std::span<int32_t> tokens = row(batch.tokens), targets = row(batch.targets);
   corpus.read(first, tokens, options_.vocab_size);
   std::copy(tokens.begin() + 1, tokens.end(), targets.begin());
-  corpus.read(first + options_.seq_len, targets.last(1), options_.vocab_size);
-  if (options_.mask_documents) mark_documents(corpus, first, sequence, batch);
-}
-
-void BatchLoader::mark_documents(const IndexedCorpus& corpus, int64_t first, int64_t sequence,
-                                 SequenceBatch& batch) const {
-  const int64_t length = options_.seq_len, row = sequence * length;
-  int64_t start = 0;  // of the current document, within the sequence
-  int64_t filled = 0;
-  const auto fill_to = [&](int64_t end) {
-    std::fill(batch.document_start.begin() + row + filled, batch.document_start.begin() + row + end,
-              static_cast<int32_t>(start));
-    filled = end;
-  };
+  corpus.read(first + length, targets.last(1), options_.vocab_size);
+  if (!options_.mask_documents) return;
   // A boundary right behind the sequence counts too: its last target belongs to the next document.
   for (int64_t d = corpus.document_after(first); d < corpus.documents(); ++d) {
     const int64_t begin = corpus.document_begin(d) - first;
     if (begin > length) break;
-    fill_to(begin);
-    start = begin;
-    batch.targets[static_cast<size_t>(row + begin - 1)] = -1;
+    targets[static_cast<size_t>(begin - 1)] = -1;
+    std::ranges::fill(row(batch.document_start).subspan(static_cast<size_t>(begin)),
+                      static_cast<int32_t>(begin));
   }
-  fill_to(length);
 }
 
 std::string BatchLoader::fingerprint() const {

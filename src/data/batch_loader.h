@@ -59,12 +59,10 @@ class BatchLoader {
   void check_sources() const;
   void fill(const IndexedCorpus& corpus, int64_t sample, int64_t sequence,
             SequenceBatch& batch) const;
-  void mark_documents(const IndexedCorpus& corpus, int64_t first, int64_t sequence,
-                      SequenceBatch& batch) const;
 
   Options options_;
   std::vector<IndexedCorpus> corpora_;  // [sources]
-  Blend blend_;
+  Blend blend_{{}};
 };
 
 }  // namespace marrow

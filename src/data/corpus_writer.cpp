@@ -47,7 +47,6 @@ uint8_t corpus_dtype_code(int64_t vocab_size) { return vocab_size <= 65536 ? 8 :
 CorpusWriter::CorpusWriter(std::string prefix, CorpusInfo info, bool overwrite)
     : prefix_(std::move(prefix)),
       info_(std::move(info)),
-      overwrite_(overwrite),
       width_(corpus_dtype_code(info_.vocab_size) == 8 ? 2 : 4) {
   const fs::path folder = fs::path(prefix_).parent_path();
   MARROW_CHECK(!fs::path(prefix_).filename().empty(), ExitCode::kUsage,
@@ -58,7 +57,7 @@ CorpusWriter::CorpusWriter(std::string prefix, CorpusInfo info, bool overwrite)
   MARROW_CHECK(!error, ExitCode::kUsage, Fix("choose another --output"),
                "cannot create folder {}: {}", folder.string(), error.message());
   for (const char* suffix : {".idx", ".bin", ".json"}) {
-    MARROW_CHECK(overwrite_ || !fs::exists(prefix_ + suffix), ExitCode::kUsage,
+    MARROW_CHECK(overwrite || !fs::exists(prefix_ + suffix), ExitCode::kUsage,
                  Fix("add --overwrite to replace it, or choose another --output"),
                  "output {}{} exists already", prefix_, suffix);
   }
@@ -132,7 +131,7 @@ void CorpusWriter::finish() {
                         : json.raw("end_of_document", "null");
   json.field("documents", documents_).field("tokens", tokens_);
   // Without an index the old files are no corpus any more, so a kill in between leaves no mixture.
-  if (overwrite_) std::remove((prefix_ + ".idx").c_str());
+  std::remove((prefix_ + ".idx").c_str());
   write_text_file_atomically(prefix_ + ".json", json.text() + "\n");
   rename_file(prefix_ + ".bin.tmp", prefix_ + ".bin");
   rename_file(prefix_ + ".idx.tmp", prefix_ + ".idx");

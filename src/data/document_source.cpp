@@ -8,7 +8,6 @@
 #include <cstring>
 #include <filesystem>
 
-#include "data/json_line.h"
 #include "data/unicode_text.h"
 
 namespace marrow {
@@ -49,34 +48,18 @@ std::string bad_byte(std::string_view text, size_t at) {
 
 Document text_document(std::string_view text) {
   const size_t valid = valid_utf8_length(text);
-  if (valid < text.size()) {
-    return {{},
-            BadInput{InputFault::kInvalidUtf8, 1 + count_lines(text.substr(0, valid)),
-                     bad_byte(text, valid)}};
-  }
+  if (valid == text.size() && !text.empty()) return {text, {}};
   if (text.empty()) return {{}, BadInput{InputFault::kEmptyDocument, 1, "the file is empty"}};
-  return {text, {}};
+  const int64_t line = 1 + count_lines(text.substr(0, valid));
+  return {{}, BadInput{InputFault::kInvalidUtf8, line, bad_byte(text, valid)}};
 }
 
-// What became of one line; `field` holds the text.
-std::optional<BadInput> line_fault(std::string_view line, int64_t number, const std::string& name,
-                                   RegexScratch& scratch, JsonField& field) {
+JsonField read_line(std::string_view line, const std::string& name, RegexScratch& scratch) {
   const size_t valid = valid_utf8_length(line);
-  if (valid < line.size()) {
-    return BadInput{InputFault::kInvalidUtf8, number, bad_byte(line, valid)};
-  }
-  field = find_json_string(line, name, scratch);
-  switch (field.status) {
-    case JsonField::Status::kNotJson:
-      return BadInput{InputFault::kNotJson, number, field.detail};
-    case JsonField::Status::kMissing:
-      return BadInput{InputFault::kMissingField, number, field.detail};
-    case JsonField::Status::kLoneSurrogate:
-      return BadInput{InputFault::kInvalidUtf8, number, field.detail};
-    case JsonField::Status::kFound:
-      if (!field.text.empty()) return std::nullopt;
-  }
-  return BadInput{InputFault::kEmptyDocument, number, fmt::format("field \"{}\" is empty", name)};
+  if (valid < line.size()) return {InputFault::kInvalidUtf8, bad_byte(line, valid)};
+  JsonField field = find_json_string(line, name, scratch);
+  if (field.fault || !field.text.empty()) return field;
+  return {InputFault::kEmptyDocument, fmt::format("field \"{}\" is empty", name)};
 }
 
 }  // namespace
@@ -249,9 +232,8 @@ void read_documents(const InputBlock& block, const std::string& field,
       const std::string_view line = rest.substr(0, rest.find('\n'));
       rest.remove_prefix(std::min(line.size() + 1, rest.size()));
       if (line.find_first_not_of(" \t\r") == std::string_view::npos) continue;
-      JsonField found;
-      const auto fault = line_fault(line, number, field, scratch, found);
-      visit({fault ? std::string_view() : found.text, fault});
+      const auto [fault, text] = read_line(line, field, scratch);
+      fault ? visit({{}, BadInput{*fault, number, text}}) : visit({text, {}});
     }
   }
   if (block.fault) visit({{}, block.fault});

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "data/regex.h"
 
 namespace marrow {
 
@@ -84,5 +85,17 @@ struct Document {
 // Calls visit(document) for the documents of one block, in order; its views live during the call.
 void read_documents(const InputBlock& block, const std::string& field,
                     const std::function<void(const Document&)>& visit);
+
+// One string of a JSON line, or why there is none.
+struct JsonField {
+  std::optional<InputFault> fault;
+  std::string text;  // the decoded string; with a fault, what is wrong
+};
+
+// Checks all of `line` (valid UTF-8) against RFC 8259 and returns its top-level string `field`.
+// One that is absent or no string is kMissingField, one that appears twice makes the line kNotJson.
+// "\ud83d\ude00" is one character; half of such a pair has no UTF-8 form and is kInvalidUtf8 (only
+// in `field`: other strings are not decoded).
+JsonField find_json_string(std::string_view line, std::string_view field, RegexScratch& scratch);
 
 }  // namespace marrow

@@ -70,7 +70,6 @@ class CorpusWriter {
 
   std::string prefix_;
   CorpusInfo info_;
-  bool overwrite_;
   int64_t width_;  // bytes a token
   int64_t documents_ = 0, tokens_ = 0;
   int lock_ = -1;  // descriptor whose flock marks PREFIX as being written

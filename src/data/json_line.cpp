@@ -1,10 +1,11 @@
-#include "data/json_line.h"
+// One string out of a JSON line.
 
 #include <algorithm>
 #include <optional>
 
 #include "base/error.h"
 #include "base/json.h"
+#include "data/document_source.h"
 
 namespace marrow {
 namespace {
@@ -44,7 +45,6 @@ std::string what_is_wrong(std::string_view line) {
 }  // namespace
 
 JsonField find_json_string(std::string_view line, std::string_view field, RegexScratch& scratch) {
-  using Status = JsonField::Status;
   static const Regex whole("(?x) \\A (?&space) (?&value) (?&space) \\z" + kGrammar,
                            Regex::Unit::kBytes);
   static const Regex member(
@@ -53,9 +53,9 @@ JsonField find_json_string(std::string_view line, std::string_view field, RegexS
           kGrammar,
       Regex::Unit::kBytes);
   try {
-    if (!whole.find(line, 0, scratch)) return {Status::kNotJson, {}, what_is_wrong(line)};
+    if (!whole.find(line, 0, scratch)) return {InputFault::kNotJson, what_is_wrong(line)};
   } catch (const Error&) {
-    return {Status::kNotJson, {}, "it is nested too deeply"};
+    return {InputFault::kNotJson, "it is nested too deeply"};
   }
   std::optional<std::string_view> literal;
   for (size_t at = line.find_first_not_of(" \t\r\n"); member.find(line, at, scratch);
@@ -64,18 +64,16 @@ JsonField find_json_string(std::string_view line, std::string_view field, RegexS
       return line.substr(scratch.begin(index), scratch.end(index) - scratch.begin(index));
     };
     if (decode(group(1)) != field) continue;
-    if (literal) return {Status::kNotJson, {}, fmt::format("field \"{}\" appears twice", field)};
+    if (literal) return {InputFault::kNotJson, fmt::format("field \"{}\" appears twice", field)};
     literal = group(2);
   }
-  if (!literal) return {Status::kMissing, {}, fmt::format("no field \"{}\"", field)};
+  if (!literal) return {InputFault::kMissingField, fmt::format("no field \"{}\"", field)};
   if (literal->front() != '"') {
-    return {Status::kMissing, {}, fmt::format("field \"{}\" is no string", field)};
+    return {InputFault::kMissingField, fmt::format("field \"{}\" is no string", field)};
   }
   auto text = decode(*literal);
-  if (!text) {
-    return {Status::kLoneSurrogate, {}, fmt::format("half a surrogate pair in \"{}\"", field)};
-  }
-  return {Status::kFound, std::move(*text), {}};
+  if (text) return {std::nullopt, std::move(*text)};
+  return {InputFault::kInvalidUtf8, fmt::format("half a surrogate pair in \"{}\"", field)};
 }
 
 }  // namespace marrow

@@ -2,10 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <functional>
 #include <numeric>
-#include <queue>
-#include <tuple>
 
 #include "base/error.h"
 
@@ -104,23 +101,18 @@ void Blend::find_period(const std::vector<double>& shares) {
 // ⌈(j+1)D/c⌉: that is what staying within 1 of its share means. The earliest deadline first meets
 // all of them, for the fractional schedule does and unit jobs on one processor need no more.
 void Blend::schedule() {
-  using Job = std::tuple<int64_t, int64_t, int64_t>;  // release or deadline, source, rank
-  using Earliest = std::priority_queue<Job, std::vector<Job>, std::greater<>>;
-  Earliest waiting, ready;
-  for (size_t k = 0; k < counts_.size(); ++k) waiting.emplace(0, static_cast<int64_t>(k), 0);
+  std::vector<int64_t> drawn(counts_.size());
   for (int64_t slot = 0; slot < period_; ++slot) {
-    while (!waiting.empty() && std::get<0>(waiting.top()) <= slot) {
-      const auto [release, source, rank] = waiting.top();
-      waiting.pop();
-      const int64_t count = per_period(source);
-      ready.emplace(((rank + 1) * period_ + count - 1) / count, source, rank);
+    size_t chosen = 0;
+    int64_t earliest = INT64_MAX;
+    for (size_t k = 0; k < counts_.size(); ++k) {
+      const int64_t count = counts_[k];
+      if (drawn[k] == count || drawn[k] * period_ / count > slot) continue;
+      const int64_t deadline = ((drawn[k] + 1) * period_ + count - 1) / count;
+      if (deadline < earliest) chosen = k, earliest = deadline;
     }
-    const auto [deadline, source, rank] = ready.top();
-    ready.pop();
-    sources_.push_back(static_cast<int32_t>(source));
-    ranks_.push_back(static_cast<int32_t>(rank));
-    const int64_t count = per_period(source);
-    if (rank + 1 < count) waiting.emplace((rank + 1) * period_ / count, source, rank + 1);
+    sources_.push_back(static_cast<int32_t>(chosen));
+    ranks_.push_back(static_cast<int32_t>(drawn[chosen]++));
   }
 }
 

@@ -1,13 +1,10 @@
-#include "data/json_line.h"
-
 #include <gtest/gtest.h>
 
+#include "data/document_source.h"
 #include "data/unicode_text.h"
 
 namespace marrow {
 namespace {
-
-using Status = JsonField::Status;
 
 // Independent of the code under test: decodes by arithmetic and re-checks ranges.
 bool is_valid_character(const std::string& bytes) {
@@ -76,7 +73,7 @@ TEST(JsonLine, FindsAndDecodesTheField) {
   };
   for (const auto& [line, expected] : cases) {
     const JsonField field = find(line);
-    EXPECT_EQ(field.status, Status::kFound) << line << ": " << field.detail;
+    EXPECT_FALSE(field.fault) << line << ": " << field.text;
     EXPECT_EQ(field.text, expected) << line;
   }
 }
@@ -84,14 +81,14 @@ TEST(JsonLine, FindsAndDecodesTheField) {
 TEST(JsonLine, HalfASurrogatePair) {
   for (const char* line : {R"({"text":"\ud83d"})", R"({"text":"\ude00"})", R"({"text":"\ud83dx"})",
                            R"({"text":"\ud83d\u0041"})", R"({"text":"\ud83d\n\ude00"})"}) {
-    EXPECT_EQ(find(line).status, Status::kLoneSurrogate) << line;
+    EXPECT_EQ(find(line).fault, InputFault::kInvalidUtf8) << line;
   }
 }
 
 TEST(JsonLine, MissingField) {
   for (const char* line : {"{}", R"({"txt":"a"})", R"({"text":1})", R"({"text":null})",
                            R"({"text":["a"]})", "[]", "1", R"("text")", R"({"a":{"text":"b"}})"}) {
-    EXPECT_EQ(find(line).status, Status::kMissing) << line;
+    EXPECT_EQ(find(line).fault, InputFault::kMissingField) << line;
   }
 }
 
@@ -121,8 +118,8 @@ TEST(JsonLine, NotJson) {
                            R"({"a":[1)",
                            R"({'text':'a'})"}) {
     const JsonField field = find(line);
-    EXPECT_EQ(field.status, Status::kNotJson) << line;
-    EXPECT_FALSE(field.detail.empty());
+    EXPECT_EQ(field.fault, InputFault::kNotJson) << line;
+    EXPECT_FALSE(field.text.empty());
   }
 }
 
@@ -132,20 +129,20 @@ TEST(JsonLine, CutAndChangedLines) {
   const std::string line = R"({"a":[true,{"b":-1.5e3}],"text":"x\n\ud83d\ude00y","c":null})";
   for (size_t size = 0; size < line.size(); ++size) {
     const std::string cut = line.substr(0, size);
-    EXPECT_EQ(find(cut).status, Status::kNotJson) << cut;
+    EXPECT_EQ(find(cut).fault, InputFault::kNotJson) << cut;
   }
   for (size_t at = 0; at < line.size(); ++at) {
     for (int byte = 0; byte < 128; ++byte) {
       std::string changed = line;
       changed[at] = static_cast<char>(byte);
       const JsonField field = find(changed);
-      EXPECT_EQ(field.detail.empty(), field.status == Status::kFound);
+      EXPECT_FALSE(field.fault && field.text.empty());
     }
   }
 }
 
 TEST(JsonLine, DeepNestingIsRefusedNotFatal) {
-  EXPECT_EQ(find(std::string(1000000, '[')).status, Status::kNotJson);
+  EXPECT_EQ(find(std::string(1000000, '[')).fault, InputFault::kNotJson);
   const std::string deep = std::string(400, '[') + std::string(400, ']');
   EXPECT_EQ(find("{\"a\":" + deep + ",\"text\":\"t\"}").text, "t");
 }
