@@ -1,7 +1,6 @@
 """Random Qwen3-MoE models go through import and export and stay the same in transformers.
 
-usage: export_oracle.py MARROW FOLDER
-FOLDER is emptied. Checks the four combinations of stacked and per-expert tensors with old and
+Reads $MARROW, the binary. Checks the four combinations of stacked and per-expert tensors with old and
 current config fields, tied and untied embeddings, shards, bf16 export, the config's two styles and
 the tokenizer files; then that drift of names and fields is refused.
 """
@@ -9,7 +8,7 @@ import json
 import os
 import shutil
 import subprocess
-import sys
+import tempfile
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -159,9 +158,9 @@ def check_bytes_tokenizer(hub):
         assert ours == theirs, f"{name} changed on the way out, in and out"
 
 
-marrow, folder = sys.argv[1], sys.argv[2]
-shutil.rmtree(folder, ignore_errors=True)
-os.makedirs(folder)
+marrow = os.environ.get("MARROW", "build/marrow")
+holder = tempfile.TemporaryDirectory()  # removed at exit
+folder = holder.name
 for tied in (False, True):
     model = make_model(tied)
     for stacked in (False, True):

@@ -1,7 +1,6 @@
 """The Python safetensors library reads marrow's files, and marrow its.
 
-usage: safetensors_oracle.py MARROW FOLDER
-FOLDER is emptied. Checks, for random tensors of each dtype that models use: a Hugging Face folder
+Reads $MARROW, the binary. Checks, for random tensors of each dtype that models use: a Hugging Face folder
 written by Python is imported, exported, and read by Python with the same bits; the files of the
 checkpoint in between are readable too. Files with hand-made damage are refused by name.
 """
@@ -10,7 +9,7 @@ import os
 import shutil
 import struct
 import subprocess
-import sys
+import tempfile
 
 import torch
 from safetensors import safe_open
@@ -98,9 +97,9 @@ def check_damage():
     run("import", hub, "--output", os.path.join(folder, "sound"))
 
 
-marrow, folder = sys.argv[1], sys.argv[2]
-shutil.rmtree(folder, ignore_errors=True)
-os.makedirs(folder)
+marrow = os.environ.get("MARROW", "build/marrow")
+holder = tempfile.TemporaryDirectory()  # removed at exit
+folder = holder.name
 check_round_trips()
 check_damage()
 print("PASS safetensors_oracle")
