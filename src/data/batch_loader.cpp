@@ -21,15 +21,13 @@ void BatchLoader::check_sources() const {
                "seq_len is {}, expected at least 1", options_.seq_len);
   const IndexedCorpus* known = nullptr;  // the first whose tokenizer is known
   for (const IndexedCorpus& corpus : corpora_) {
-    MARROW_CHECK(corpus.tokens() > 0, ExitCode::kBadInput,
-                 Fix("leave it out of the config, or tokenize its text again"),
-                 "corpus {} is empty: it has {} documents and 0 tokens", corpus.prefix(),
-                 corpus.documents());
-    MARROW_CHECK(corpus.tokens() > options_.seq_len, ExitCode::kBadInput,
-                 Fix("lower data.seq_len, or tokenize more text into it"),
-                 "corpus {} has {} tokens, too few for one sample of seq_len {} and its last "
-                 "target: {} are needed",
-                 corpus.prefix(), corpus.tokens(), options_.seq_len, options_.seq_len + 1);
+    MARROW_CHECK(
+        corpus.tokens() > options_.seq_len, ExitCode::kBadInput,
+        Fix("leave it out of the config, lower data.seq_len, or tokenize more text into it"),
+        "corpus {} has {} documents and {} tokens, too few for one sample of seq_len {} "
+        "and its last target: {} are needed",
+        corpus.prefix(), corpus.documents(), corpus.tokens(), options_.seq_len,
+        options_.seq_len + 1);
     if (!corpus.info()) continue;
     const CorpusInfo& info = *corpus.info();
     MARROW_CHECK(info.vocab_size <= options_.vocab_size, ExitCode::kBadInput,

@@ -17,12 +17,6 @@ namespace {
 
 namespace fs = std::filesystem;
 
-void rename_file(const std::string& from, const std::string& to) {
-  MARROW_CHECK(std::rename(from.c_str(), to.c_str()) == 0, ExitCode::kDeviceFault,
-               Fix("check the folder's permissions"), "cannot rename {} to {}: {}", from, to,
-               std::strerror(errno));
-}
-
 // Takes the lock that belongs to a file about to be written, creating it.
 int lock_file(const std::string& path) {
   const int descriptor = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
@@ -133,8 +127,11 @@ void CorpusWriter::finish() {
   // Without an index the old files are no corpus any more, so a kill in between leaves no mixture.
   std::remove((prefix_ + ".idx").c_str());
   write_text_file_atomically(prefix_ + ".json", json.text() + "\n");
-  rename_file(prefix_ + ".bin.tmp", prefix_ + ".bin");
-  rename_file(prefix_ + ".idx.tmp", prefix_ + ".idx");
+  for (const std::string& path : {prefix_ + ".bin", prefix_ + ".idx"}) {
+    MARROW_CHECK(std::rename((path + ".tmp").c_str(), path.c_str()) == 0, ExitCode::kDeviceFault,
+                 Fix("check the folder's permissions"), "cannot rename {0}.tmp to {0}: {1}", path,
+                 std::strerror(errno));
+  }
   const std::string folder = fs::path(prefix_).parent_path().string();
   fsync_folder(folder.empty() ? "." : folder);
   close(std::exchange(lock_, -1));

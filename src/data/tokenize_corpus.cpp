@@ -18,10 +18,6 @@ using Clock = std::chrono::steady_clock;
 constexpr int64_t kBytesInFlight = int64_t{64} << 20;
 constexpr int64_t kWarnings = 10;
 
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
-
 // What became of one block.
 struct EncodedBlock {
   std::string path;
@@ -61,7 +57,7 @@ class Pipeline {
                  Fix("give --input text, or the right --field"),
                  "the input holds no document ({} were skipped)", result_.skipped);
     writer_.finish();
-    result_.seconds = seconds_since(start_);
+    result_.seconds = seconds();
     report_skipped();
     return result_;
   }
@@ -123,7 +119,10 @@ class Pipeline {
       bytes_in_flight_ -= next->second.block_bytes;
       finished_.erase(next);
     }
-    check_interrupt();
+    MARROW_CHECK(!options_.stop || !options_.stop(), ExitCode::kDeviceFault,
+                 Fix("run the command again"),
+                 "interrupted by a signal after {} documents; nothing was written under {}",
+                 result_.documents, options_.output);
     room_.notify_all();
     show_progress();
   }
@@ -148,24 +147,16 @@ class Pipeline {
         fmt::format("{}:{}: skipped, {}: {}{}", path, fault.line, kind, fault.detail, last));
   }
 
-  void check_interrupt() const {
-    MARROW_CHECK(!options_.stop || !options_.stop(), ExitCode::kDeviceFault,
-                 Fix("run the command again"),
-                 "interrupted by a signal after {} documents; nothing was written under {}",
-                 result_.documents, options_.output);
-  }
-
   void show_progress() {
-    const double seconds = seconds_since(start_);
-    if (seconds < next_progress_) return;
-    next_progress_ = seconds + options_.progress_seconds;
+    const double now = seconds();
+    if (now < next_progress_) return;
+    next_progress_ = now + options_.progress_seconds;
     const auto total = static_cast<double>(std::max<int64_t>(source_.disk_bytes(), 1));
     const double share = std::min(1.0, static_cast<double>(disk_bytes_read_) / total);
     const double megabytes = static_cast<double>(result_.bytes) / 1e6;
-    logger_.progress(
-        fmt::format("tokenize {:5.1f}%  {} documents  {:.1f} MB  {:.1f} MB/s  {:.0f} s left",
-                    100 * share, result_.documents, megabytes, megabytes / seconds,
-                    seconds * (1 - share) / std::max(share, 1e-3)));
+    logger_.progress(fmt::format(
+        "tokenize {:5.1f}%  {} documents  {:.1f} MB  {:.1f} MB/s  {:.0f} s left", 100 * share,
+        result_.documents, megabytes, megabytes / now, now * (1 - share) / std::max(share, 1e-3)));
   }
 
   void report_skipped() {
@@ -179,6 +170,8 @@ class Pipeline {
     line.pop_back();
     logger_.warn(line);
   }
+
+  double seconds() const { return std::chrono::duration<double>(Clock::now() - start_).count(); }
 
   const TokenizeOptions& options_;
   const Tokenizer& tokenizer_;

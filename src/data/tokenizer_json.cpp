@@ -71,26 +71,20 @@ std::vector<Json> list_at(const Json& object, std::string_view key) {
   return items;
 }
 
-int32_t read_id(const Json& value) {
-  const int64_t id = value.as_int();
-  if (id < 0 || id > INT32_MAX - 1) {
-    value.fail(fmt::format("id {} is outside of [0, {}]", id, INT32_MAX - 1),
-               Fix("repair the id in this file"));
-  }
-  return static_cast<int32_t>(id);
-}
-
-// The parts of a Sequence, under its `key`, and of those that it holds; else `json` itself, and
-// nothing for null.
-std::vector<Json> parts_of(const Json& json, std::string_view key) {
+// The parts of a Sequence, under `list_key`, and of those that it holds, else
+// `json` itself; nothing for null.
+std::vector<Json> flatten(const Json& json, std::string_view list_key) {
   if (json.is_null()) return {};
   if (json.at("type").as_string() != "Sequence") return {json};
-  expect_keys(json, {"type", key});
+  expect_keys(json, {"type", list_key});
   std::vector<Json> parts;
-  for (const Json& child : list_at(json, key)) {
-    for (const Json& part : parts_of(child, key)) parts.push_back(part);
+  for (const Json& child : list_at(json, list_key)) {
+    for (const Json& part : flatten(child, list_key)) parts.push_back(part);
   }
   return parts;
+}
+std::vector<Json> parts_at(const Json& object, std::string_view key, std::string_view list_key) {
+  return object.has(key) ? flatten(object.at(key), list_key) : std::vector<Json>();
 }
 
 SplitStage read_split(const Json& json) {
@@ -110,7 +104,7 @@ SplitStage read_split(const Json& json) {
 
 void read_pretokenizer(const Json& json, std::vector<SplitStage>& stages) {
   bool complete = false;  // by ByteLevel, behind which others would see letters in place of bytes
-  for (const Json& part : parts_of(json, "pretokenizers")) {
+  for (const Json& part : flatten(json, "pretokenizers")) {
     if (complete) refuse(part);
     const std::string type = part.at("type").as_string();
     if (type == "Split") {
@@ -167,13 +161,15 @@ void read_vocab(const Json& json, bool ignore_merges, TokenizerSpec& spec) {
   spec.byte_ids.fill(-1);
   std::vector<bool> taken(limit);
   json.for_each([&](const std::string& entry, const Json& value) {
-    const int32_t id = read_id(value);
-    if (static_cast<size_t>(id) >= limit || taken[static_cast<size_t>(id)]) {
-      value.fail(fmt::format("id {} is taken by another entry, or too large for {} entries", id,
-                             json.size()),
-                 Fix("repair the ids in this file"));
+    const auto index = static_cast<size_t>(value.as_int());
+    if (index >= limit || taken[index]) {
+      value.fail(
+          fmt::format("id {} is taken by another entry, negative, or too large for {} entries",
+                      value.as_int(), json.size()),
+          Fix("repair the ids in this file"));
     }
-    taken[static_cast<size_t>(id)] = true;
+    taken[index] = true;
+    const auto id = static_cast<int32_t>(index);
     spec.vocab.emplace(entry, id);
     const auto bytes = spelled_bytes(entry);
     set_text(id, bytes.value_or(entry), spec);
@@ -235,15 +231,16 @@ void read_added_tokens(const Json& root, TokenizerSpec& spec) {
     expect_keys(json,
                 {"id", "content", "single_word", "lstrip", "rstrip", "normalized", "special"});
     expect_unused(json, {"single_word", "lstrip", "rstrip"});
-    AddedToken token{.content = json.at("content").as_string(), .id = read_id(json.at("id"))};
+    AddedToken token{.content = json.at("content").as_string(), .id = 0};
     token.special = json.bool_or("special", false);
     token.normalized = json.bool_or("normalized", !token.special);
     if (token.content.empty()) refuse(json.at("content"));
     const auto [entry, is_new] = spec.vocab.try_emplace(token.content, next_id);
     if (is_new) ++next_id;
-    if (entry->second != token.id) {
+    token.id = entry->second;
+    if (json.at("id").as_int() != token.id) {
       json.at("id").fail(fmt::format("{} has id {} here, but the reference library gives it {}",
-                                     json_quote(token.content), token.id, entry->second),
+                                     json_quote(token.content), json.at("id").as_int(), token.id),
                          Fix("number the added tokens so that they follow the vocabulary"));
     }
     set_text(token.id, token.content, spec);
@@ -273,20 +270,16 @@ TokenizerSpec read_tokenizer_json(std::string_view text, const std::string& path
   expect_unused(root, {"truncation", "padding"});
 
   TokenizerSpec spec;
-  if (root.has("normalizer")) {
-    for (const Json& part : parts_of(root.at("normalizer"), "normalizers")) {
-      if (part.at("type").as_string() != "NFC") refuse(part.at("type"));
-      spec.nfc = true;
-    }
+  for (const Json& part : parts_at(root, "normalizer", "normalizers")) {
+    if (part.at("type").as_string() != "NFC") refuse(part.at("type"));
+    spec.nfc = true;
   }
   read_pretokenizer(root.at("pre_tokenizer"), spec.stages);
-  if (root.has("post_processor")) {
-    // ByteLevel changes offsets only. TemplateProcessing adds tokens around a text for inference; a
-    // corpus is encoded without them, as add_special_tokens=False does.
-    for (const Json& part : parts_of(root.at("post_processor"), "processors")) {
-      const std::string type = part.at("type").as_string();
-      if (type != "ByteLevel" && type != "TemplateProcessing") refuse(part.at("type"));
-    }
+  // ByteLevel changes offsets only. TemplateProcessing adds tokens around a text for inference; a
+  // corpus is encoded without them, as add_special_tokens=False does.
+  for (const Json& part : parts_at(root, "post_processor", "processors")) {
+    const std::string type = part.at("type").as_string();
+    if (type != "ByteLevel" && type != "TemplateProcessing") refuse(part.at("type"));
   }
   const Json decoder = root.at("decoder");
   if (decoder.string_or("type", "") != "ByteLevel") refuse(decoder);

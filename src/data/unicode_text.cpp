@@ -92,11 +92,6 @@ const std::vector<uint32_t>& stand_ins() {
   return table;
 }
 
-size_t encode_utf8(uint32_t code_point, char* out) {
-  return static_cast<size_t>(utf8proc_encode_char(static_cast<utf8proc_int32_t>(code_point),
-                                                  reinterpret_cast<utf8proc_uint8_t*>(out)));
-}
-
 void append_nfc(std::string_view text, std::string& out) {
   utf8proc_uint8_t* normal = nullptr;
   const auto size =
@@ -148,7 +143,8 @@ std::string_view class_text(std::string_view text, std::string& scratch) {
     if (value < kTableEnd && table[value] != 0) {
       if (!copied) scratch.assign(text);
       copied = true;
-      encode_utf8(table[value], scratch.data() + at);
+      utf8proc_encode_char(static_cast<utf8proc_int32_t>(table[value]),
+                           reinterpret_cast<utf8proc_uint8_t*>(scratch.data() + at));
     }
     at += size;
   }

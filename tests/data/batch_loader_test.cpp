@@ -153,7 +153,7 @@ TEST_F(BatchLoaderTest, UnusableCorporaAreRefusedByName) {
   const std::string empty = counting("empty", {});
   ErrorReport report = error_of([&] { BatchLoader(options({{good}, {empty}}, 8)); });
   EXPECT_EQ(report.code, ExitCode::kBadInput);
-  expect_contains(report.what, {empty, "empty"});
+  expect_contains(report.what, {empty, "0 documents and 0 tokens"});
 
   const std::string tiny = counting("tiny", {8});
   report = error_of([&] { BatchLoader(options({{good}, {tiny}}, 8)); });
