@@ -6,6 +6,7 @@ two alternate, so that a busy machine slows both. Fails where marrow is less tha
 import argparse
 import json
 import os
+import random
 import shutil
 import statistics
 import subprocess
@@ -58,10 +59,12 @@ def main():
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     args = parser.parse_args()
-    # Letters in every order: 8 x 256 x (steps + 2) tokens and more, one document.
+    # Random text over all byte values that UTF-8 has, as the peer's ids are random: the same routing work.
     text = ROOT / "data/bench-train-cpu.txt"
     text.parent.mkdir(exist_ok=True)
-    text.write_bytes(bytes(97 + (i * i * 31 + i // 7) % 26 for i in range(8 * 256 * (args.steps + 4))))
+    draw = random.Random(0)
+    text.write_text("".join(chr(draw.choice((draw.randrange(32, 127), draw.randrange(0xA0, 0x800))))
+                            for _ in range(8 * 256 * (args.steps + 4))))
     run([MARROW, "tokenize", "--tokenizer", "bytes", "--input", text, "--output", "data/bench-train-cpu", "--overwrite"])
     print("threads  transformers  marrow  ratio  sgemm GFLOP/s  share   (tokens/s, median of rounds)")
     worst = float("inf")
