@@ -16,35 +16,12 @@ static_assert(std::endian::native == std::endian::little, "safetensors files are
 constexpr int64_t kLengthBytes = 8;
 constexpr int64_t kMaxHeaderBytes = 100'000'000;  // the reference implementation's limit
 
-struct DtypeInfo {
-  std::string_view name;
-  int64_t width;
-};
 // In the order of TensorDtype.
-constexpr std::array<DtypeInfo, 15> kDtypes{{{"BOOL", 1},
-                                             {"U8", 1},
-                                             {"I8", 1},
-                                             {"F8_E5M2", 1},
-                                             {"F8_E4M3", 1},
-                                             {"I16", 2},
-                                             {"U16", 2},
-                                             {"F16", 2},
-                                             {"BF16", 2},
-                                             {"I32", 4},
-                                             {"U32", 4},
-                                             {"F32", 4},
-                                             {"I64", 8},
-                                             {"U64", 8},
-                                             {"F64", 8}}};
+constexpr std::array<std::string_view, 11> kNames{"BOOL", "U8",  "I8",  "F8_E5M2", "F8_E4M3", "F16",
+                                                  "BF16", "I32", "F32", "I64",     "F64"};
+constexpr std::array<int64_t, 11> kWidths{1, 1, 1, 1, 1, 2, 2, 4, 4, 8, 8};
 
 Fix fetch_again() { return Fix("copy or download the file again; it is damaged"); }
-
-std::optional<TensorDtype> dtype_of(std::string_view name) {
-  for (size_t i = 0; i < kDtypes.size(); ++i) {
-    if (kDtypes[i].name == name) return static_cast<TensorDtype>(i);
-  }
-  return std::nullopt;
-}
 
 // Bytes of a tensor, or nothing where they exceed 63 bits.
 std::optional<int64_t> bytes_of(TensorDtype dtype, const std::vector<int64_t>& shape) {
@@ -55,21 +32,16 @@ std::optional<int64_t> bytes_of(TensorDtype dtype, const std::vector<int64_t>& s
   return bytes;
 }
 
-std::string header_entry(const TensorDeclaration& tensor, int64_t begin, int64_t end) {
-  const std::string value = JsonWriter()
-                                .field("dtype", dtype_name(tensor.dtype))
-                                .field("shape", tensor.shape)
-                                .field("data_offsets", std::vector<int64_t>{begin, end})
-                                .text();
-  return ", " + json_quote(tensor.name) + ": " + value;
-}
-
 StoredTensor read_entry(const std::string& name, const Json& entry, int64_t data_begin,
-                        int64_t file_bytes) {
+                        int64_t data_bytes) {
   const std::string dtype = entry.at("dtype").as_string();
-  const std::optional<TensorDtype> known = dtype_of(dtype);
-  if (!known) entry.at("dtype").fail("unknown dtype " + json_quote(dtype), fetch_again());
-  StoredTensor tensor{name, *known, {}, 0, 0};
+  const auto known = std::find(kNames.begin(), kNames.end(), dtype);
+  if (known == kNames.end()) {
+    entry.at("dtype").fail("dtype " + json_quote(dtype) + " is not supported", fetch_again());
+  }
+  StoredTensor tensor;
+  tensor.name = name;
+  tensor.dtype = static_cast<TensorDtype>(known - kNames.begin());
   const Json shape = entry.at("shape");
   for (size_t i = 0; i < shape.size(); ++i) tensor.shape.push_back(shape.at(i).as_int());
   const std::optional<int64_t> bytes = bytes_of(tensor.dtype, tensor.shape);
@@ -77,10 +49,10 @@ StoredTensor read_entry(const std::string& name, const Json& entry, int64_t data
   const Json offsets = entry.at("data_offsets");
   if (offsets.size() != 2) offsets.fail("expected two offsets", fetch_again());
   const int64_t begin = offsets.at(size_t{0}).as_int(), end = offsets.at(1).as_int();
-  if (begin < 0 || end < begin || end > file_bytes - data_begin) {
+  if (begin < 0 || end < begin || end > data_bytes) {
     offsets.fail(
         fmt::format("offsets [{}, {}] are out of range; the file holds {} bytes of tensors", begin,
-                    end, file_bytes - data_begin),
+                    end, data_bytes),
         fetch_again());
   }
   if (end - begin != *bytes) {
@@ -93,39 +65,52 @@ StoredTensor read_entry(const std::string& name, const Json& entry, int64_t data
   return tensor;
 }
 
+// Tensors, sorted by place, that leave a gap in the file or overlap are an error.
+void check_coverage(const std::vector<StoredTensor>& tensors, int64_t data_begin,
+                    int64_t file_bytes, const std::string& path) {
+  int64_t position = data_begin;
+  std::string previous = "the header";
+  for (const StoredTensor& tensor : tensors) {
+    MARROW_CHECK(tensor.begin == position, ExitCode::kBadInput, fetch_again(),
+                 "{}: tensor {} {} {}: it begins at byte {}, which ends at {}", path,
+                 json_quote(tensor.name),
+                 tensor.begin < position ? "overlaps" : "leaves a gap after", previous,
+                 tensor.begin, position);
+    position = tensor.end;
+    previous = "tensor " + json_quote(tensor.name);
+  }
+  MARROW_CHECK(position == file_bytes, ExitCode::kBadInput, fetch_again(),
+               "{}: the tensors end at byte {}, but the file has {}", path, position, file_bytes);
+}
+
 }  // namespace
 
-int64_t byte_width(TensorDtype dtype) { return kDtypes[static_cast<size_t>(dtype)].width; }
-std::string_view dtype_name(TensorDtype dtype) { return kDtypes[static_cast<size_t>(dtype)].name; }
-
-std::string shape_text(const std::vector<int64_t>& shape) {
-  std::string text;
-  for (const int64_t size : shape) text += fmt::format("{}{}", text.empty() ? "" : ", ", size);
-  return "[" + text + "]";
-}
+int64_t byte_width(TensorDtype dtype) { return kWidths[static_cast<size_t>(dtype)]; }
+std::string_view dtype_name(TensorDtype dtype) { return kNames[static_cast<size_t>(dtype)]; }
+std::string shape_text(const std::vector<int64_t>& shape) { return json_text(shape); }
 
 SafetensorsLayout layout_safetensors(std::string file_name,
                                      const std::vector<TensorDeclaration>& tensors) {
-  SafetensorsLayout layout;
-  layout.file_name = std::move(file_name);
-  // transformers refuses a file whose metadata does not name the framework.
-  std::string json = R"({"__metadata__": {"format": "pt"})";
+  SafetensorsLayout layout{std::move(file_name), {}, {}, 0};
+  JsonWriter json;
+  json.raw("__metadata__", R"({"format": "pt"})");  // transformers wants it
   int64_t position = 0;
   for (const TensorDeclaration& tensor : tensors) {
     const std::optional<int64_t> bytes = bytes_of(tensor.dtype, tensor.shape);
     MARROW_CHECK(bytes.has_value(), ExitCode::kUsage, Fix("lower the model's sizes"),
                  "tensor {} {} has more bytes than a file can hold", tensor.name,
                  shape_text(tensor.shape));
-    json += header_entry(tensor, position, position + *bytes);
-    layout.tensors.push_back(
-        {tensor.name, tensor.dtype, tensor.shape, position, position + *bytes});
+    const std::array<int64_t, 2> offsets{position, position + *bytes};
+    JsonWriter entry;
+    entry.field("dtype", dtype_name(tensor.dtype)).field("shape", tensor.shape);
+    json.raw(tensor.name, entry.field("data_offsets", offsets).text());
+    layout.tensors.push_back({tensor, offsets[0], offsets[1]});
     position += *bytes;
   }
-  json += "}";
-  json.resize((json.size() + 7) / 8 * 8, ' ');
-  const uint64_t length = json.size();
-  layout.header.assign(reinterpret_cast<const char*>(&length), sizeof length);
-  layout.header += json;
+  std::string text = json.text();
+  text.resize((text.size() + 7) / 8 * 8, ' ');
+  const uint64_t length = text.size();
+  layout.header.assign(reinterpret_cast<const char*>(&length), sizeof length).append(text);
   const int64_t data_begin = static_cast<int64_t>(layout.header.size());
   for (StoredTensor& tensor : layout.tensors) {
     tensor.begin += data_begin;
@@ -139,15 +124,15 @@ std::vector<SafetensorsLayout> layout_shards(const std::string& stem,
                                              const std::vector<TensorDeclaration>& tensors,
                                              int64_t max_bytes) {
   std::vector<std::vector<TensorDeclaration>> shards;
-  int64_t filled = 0;
+  int64_t left = 0;
   for (const TensorDeclaration& tensor : tensors) {
     const int64_t bytes = bytes_of(tensor.dtype, tensor.shape).value_or(INT64_MAX);
-    if (shards.empty() || bytes > max_bytes - filled) {
+    if (shards.empty() || bytes > left) {
       shards.emplace_back();
-      filled = 0;
+      left = max_bytes;
     }
     shards.back().push_back(tensor);
-    filled = bytes > INT64_MAX - filled ? INT64_MAX : filled + bytes;
+    left = std::max<int64_t>(left - bytes, 0);
   }
   std::vector<SafetensorsLayout> layouts;
   for (size_t i = 0; i < shards.size(); ++i) {
@@ -170,48 +155,18 @@ SafetensorsFile::SafetensorsFile(const std::string& path) : file_(path) {
   MARROW_CHECK(data_begin <= file_bytes, ExitCode::kBadInput, fetch_again(),
                "{}: the header takes {} bytes, but the file ends after {}", path, data_begin,
                file_bytes);
-  read_header({reinterpret_cast<const char*>(file_.bytes().data()) + kLengthBytes,
-               static_cast<size_t>(length)},
-              data_begin);
-  check_coverage(data_begin);
-  for (const StoredTensor& tensor : tensors_) by_name_.emplace(tensor.name, &tensor);
-}
-
-void SafetensorsFile::read_header(std::string_view json, int64_t data_begin) {
-  MARROW_CHECK(!json.empty() && json.front() == '{', ExitCode::kBadInput, fetch_again(),
-               "{}: the header does not start with '{{'", path());
-  const Json header = Json::parse(json, path());
-  const int64_t file_bytes = static_cast<int64_t>(file_.bytes().size());
-  for (const auto& [name, entry] : header.items()) {
-    if (name != "__metadata__") {
-      tensors_.push_back(read_entry(name, entry, data_begin, file_bytes));
-    }
+  const std::string_view json(reinterpret_cast<const char*>(file_.bytes().data()) + kLengthBytes,
+                              static_cast<size_t>(length));
+  MARROW_CHECK(json.starts_with('{'), ExitCode::kBadInput, fetch_again(),
+               "{}: the header does not start with '{{'", path);
+  for (const auto& [name, entry] : Json::parse(json, path).items()) {
+    if (name == "__metadata__") continue;
+    tensors_.push_back(read_entry(name, entry, data_begin, file_bytes - data_begin));
   }
   std::stable_sort(tensors_.begin(), tensors_.end(), [](const auto& a, const auto& b) {
     return std::pair(a.begin, a.end) < std::pair(b.begin, b.end);
   });
-}
-
-void SafetensorsFile::check_coverage(int64_t data_begin) const {
-  int64_t position = data_begin;
-  std::string previous = "the header";
-  for (const StoredTensor& tensor : tensors_) {
-    MARROW_CHECK(tensor.begin == position, ExitCode::kBadInput, fetch_again(),
-                 "{}: tensor {} {} {}: it begins at byte {}, which ends at {}", path(),
-                 json_quote(tensor.name),
-                 tensor.begin < position ? "overlaps" : "leaves a gap after", previous,
-                 tensor.begin, position);
-    position = tensor.end;
-    previous = "tensor " + json_quote(tensor.name);
-  }
-  const int64_t file_bytes = static_cast<int64_t>(file_.bytes().size());
-  MARROW_CHECK(position == file_bytes, ExitCode::kBadInput, fetch_again(),
-               "{}: the tensors end at byte {}, but the file has {}", path(), position, file_bytes);
-}
-
-const StoredTensor* SafetensorsFile::find(std::string_view name) const {
-  const auto found = by_name_.find(name);
-  return found == by_name_.end() ? nullptr : found->second;
+  check_coverage(tensors_, data_begin, file_bytes, path);
 }
 
 std::span<const std::byte> SafetensorsFile::bytes(const StoredTensor& tensor) const {

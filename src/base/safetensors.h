@@ -5,30 +5,14 @@
 #include <span>
 #include <string>
 #include <string_view>
-#include <unordered_map>
 #include <vector>
 
 #include "base/files.h"
 
 namespace marrow {
 
-enum class TensorDtype {
-  kBool,
-  kU8,
-  kI8,
-  kF8E5M2,
-  kF8E4M3,
-  kI16,
-  kU16,
-  kF16,
-  kBF16,
-  kI32,
-  kU32,
-  kF32,
-  kI64,
-  kU64,
-  kF64
-};
+// The element types of model files; any other is refused by name.
+enum class TensorDtype { kBool, kU8, kI8, kF8E5M2, kF8E4M3, kF16, kBF16, kI32, kF32, kI64, kF64 };
 
 int64_t byte_width(TensorDtype dtype);
 std::string_view dtype_name(TensorDtype dtype);  // "BF16", as the header writes it
@@ -41,10 +25,7 @@ struct TensorDeclaration {
 };
 
 // A declared tensor with its place: bytes [begin, end) of the file, the header included.
-struct StoredTensor {
-  std::string name;
-  TensorDtype dtype = TensorDtype::kF32;
-  std::vector<int64_t> shape;
+struct StoredTensor : TensorDeclaration {
   int64_t begin = 0, end = 0;
   int64_t elements() const { return (end - begin) / byte_width(dtype); }
 };
@@ -75,16 +56,12 @@ class SafetensorsFile {
   explicit SafetensorsFile(const std::string& path);
 
   const std::vector<StoredTensor>& tensors() const { return tensors_; }  // by place in the file
-  const StoredTensor* find(std::string_view name) const;                 // nullptr if absent
   std::span<const std::byte> bytes(const StoredTensor& tensor) const;    // may be misaligned
   const std::string& path() const { return file_.path(); }
 
  private:
-  void read_header(std::string_view json, int64_t data_begin);
-  void check_coverage(int64_t data_begin) const;
   MappedFile file_;
   std::vector<StoredTensor> tensors_;
-  std::unordered_map<std::string_view, const StoredTensor*> by_name_;
 };
 
 // "[2, 3]"

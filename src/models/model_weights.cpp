@@ -9,116 +9,159 @@ namespace marrow {
 namespace fs = std::filesystem;
 namespace {
 
-std::vector<std::string> indexed_files(const std::string& folder, const std::string& index) {
-  const Json map = Json::read_file(index).at("weight_map");
-  std::set<std::string> names;
-  for (const auto& [tensor, file] : map.items()) {
-    const std::string name = file.as_string();
-    if (fs::path(name).filename() != name) {
-      file.fail(json_quote(name) + " is not the name of a file beside the index",
-                Fix("repair the index"));
-    }
-    names.insert(name);
+constexpr int64_t kPartElements = int64_t{1} << 24;
+
+struct DtypePair {
+  TensorDtype stored;
+  at::ScalarType read;
+};
+constexpr DtypePair kDtypes[] = {
+    {TensorDtype::kF32, at::kFloat}, {TensorDtype::kBF16, at::kBFloat16},
+    {TensorDtype::kF16, at::kHalf},  {TensorDtype::kF64, at::kDouble},
+    {TensorDtype::kI64, at::kLong},  {TensorDtype::kI32, at::kInt},
+    {TensorDtype::kU8, at::kByte}};
+
+Fix check_they_belong_together() {
+  return Fix("check that config.json and the weights belong together and that no file is missing");
+}
+
+// Elements [begin, begin + n) as a CPU tensor: a view of the mapping where it is aligned. Other
+// writers do not always align, and a misaligned view would be undefined behaviour.
+at::Tensor mapped_part(std::span<const std::byte> bytes, at::ScalarType dtype, int64_t begin,
+                       int64_t n) {
+  const int64_t width = static_cast<int64_t>(at::elementSize(dtype));
+  const std::byte* start = bytes.data() + begin * width;
+  if (reinterpret_cast<uintptr_t>(start) % static_cast<uintptr_t>(width) == 0) {
+    return at::from_blob(const_cast<std::byte*>(start), {n}, dtype);
   }
-  std::vector<std::string> paths;
-  for (const std::string& name : names) {
-    paths.push_back((fs::path(folder) / name).string());
-    MARROW_CHECK(fs::exists(paths.back()), ExitCode::kBadInput,
-                 Fix("copy or download the missing shard"),
-                 "{} names the shard {}, which is missing", index, paths.back());
-  }
-  return paths;
+  at::Tensor copy = at::empty({n}, dtype);
+  std::memcpy(copy.data_ptr(), start, static_cast<size_t>(n * width));
+  return copy;
 }
 
 std::vector<std::string> weight_paths(const std::string& folder) {
-  const std::string index = (fs::path(folder) / "model.safetensors.index.json").string();
-  if (fs::exists(index)) return indexed_files(folder, index);
-  std::vector<std::string> paths;
-  if (fs::is_directory(folder)) {
-    for (const auto& entry : fs::directory_iterator(folder)) {
-      const std::string name = entry.path().filename().string();
-      if (name.starts_with("model") && name.ends_with(".safetensors")) {
-        paths.push_back(entry.path().string());
-      }
-    }
+  const std::string index = folder + "/model.safetensors.index.json";
+  if (!fs::exists(index)) {
+    const std::vector<std::string> paths = tensor_paths(folder, "model");
+    MARROW_CHECK(!paths.empty(), ExitCode::kBadInput,
+                 Fix("give a checkpoint or a Hugging Face folder with .safetensors files; convert "
+                     ".bin files with transformers' save_pretrained"),
+                 "{} holds no model*.safetensors", folder);
+    return paths;
   }
-  std::sort(paths.begin(), paths.end());
-  MARROW_CHECK(!paths.empty(), ExitCode::kBadInput,
-               Fix("give a checkpoint or a Hugging Face folder with .safetensors files; convert "
-                   ".bin files with transformers' save_pretrained"),
-               "{} holds no model*.safetensors", folder);
-  return paths;
-}
-
-// "model.layers.3.mlp.experts." + 7 + "down_proj", of a per-expert name.
-struct ExpertName {
-  std::string before;
-  int64_t expert = 0;
-  std::string projection;
-};
-
-std::optional<ExpertName> parse_expert_name(const std::string& name) {
-  constexpr std::string_view kExperts = ".experts.", kWeight = ".weight";
-  const size_t at = name.find(kExperts);
-  if (at == std::string::npos || !name.ends_with(kWeight)) return std::nullopt;
-  const size_t number = at + kExperts.size();
-  const size_t dot = name.find_first_not_of("0123456789", number);
-  if (dot == number || dot == std::string::npos || name[dot] != '.') return std::nullopt;
-  const std::string projection = name.substr(dot + 1, name.size() - kWeight.size() - dot - 1);
-  return ExpertName{name.substr(0, number), std::stoll(name.substr(number, dot - number)),
-                    projection};
+  std::set<std::string> paths;
+  for (const auto& [tensor, file] : Json::read_file(index).at("weight_map").items()) {
+    const std::string name = file.as_string(), path = folder + "/" + name;
+    if (name.find('/') != std::string::npos || !fs::exists(path)) {
+      file.fail(fmt::format("the shard {} is missing from this folder", json_quote(name)),
+                Fix("copy or download the missing shard, or repair the index"));
+    }
+    paths.insert(path);
+  }
+  return {paths.begin(), paths.end()};
 }
 
 }  // namespace
 
+TensorDtype stored_dtype(at::ScalarType dtype) {
+  for (const DtypePair& pair : kDtypes) {
+    if (pair.read == dtype) return pair.stored;
+  }
+  MARROW_THROW(ExitCode::kUsage, Fix("convert the tensor to fp32 first"),
+               "a tensor of {} cannot be saved", at::toString(dtype));
+}
+
+at::ScalarType scalar_type(TensorDtype dtype) {
+  for (const DtypePair& pair : kDtypes) {
+    if (pair.stored == dtype) return pair.read;
+  }
+  MARROW_THROW(ExitCode::kBadInput, Fix("convert the file to F32, BF16 or F16"),
+               "a tensor of dtype {} cannot be read as weights", dtype_name(dtype));
+}
+
+std::vector<std::string> tensor_paths(const std::string& folder, std::string_view prefix) {
+  std::vector<std::string> paths;
+  if (!fs::is_directory(folder)) return paths;
+  for (const auto& entry : fs::directory_iterator(folder)) {
+    const std::string name = entry.path().filename().string();
+    if (name.starts_with(prefix) && name.ends_with(".safetensors")) paths.push_back(entry.path());
+  }
+  std::sort(paths.begin(), paths.end());
+  return paths;
+}
+
+TensorFiles::TensorFiles(const std::vector<std::string>& paths) {
+  files_.reserve(paths.size());
+  for (const std::string& path : paths) {
+    files_.emplace_back(path);
+    for (const StoredTensor& tensor : files_.back().tensors()) {
+      const auto [place, is_new] =
+          places_.try_emplace(tensor.name, Place{files_.size() - 1, &tensor});
+      MARROW_CHECK(is_new, ExitCode::kBadInput, Fix("remove the file that does not belong there"),
+                   "tensor {} is both in {} and in {}", tensor.name,
+                   files_[place->second.file].path(), path);
+    }
+  }
+}
+
+const StoredTensor* TensorFiles::find(std::string_view name) const {
+  const auto found = places_.find(name);
+  return found == places_.end() ? nullptr : found->second.tensor;
+}
+
+std::vector<std::string> TensorFiles::names() const {
+  std::vector<std::string> names;
+  for (const SafetensorsFile& file : files_) {
+    for (const StoredTensor& tensor : file.tensors()) names.push_back(tensor.name);
+  }
+  return names;
+}
+
+const std::string& TensorFiles::path_of(std::string_view name) const {
+  return files_[places_.at(name).file].path();
+}
+
+void TensorFiles::read(std::string_view name, int64_t begin, at::Tensor out) const {
+  const Place place = places_.at(name);
+  MARROW_CHECK(begin >= 0 && begin + out.numel() <= place.tensor->elements(), ExitCode::kBadInput,
+               check_they_belong_together(),
+               "elements [{}, {}) of tensor {} were asked for, but {} holds {}", begin,
+               begin + out.numel(), name, files_[place.file].path(), place.tensor->elements());
+  const at::ScalarType dtype = scalar_type(place.tensor->dtype);
+  const auto bytes = files_[place.file].bytes(*place.tensor);
+  for (int64_t done = 0; done < out.numel(); done += kPartElements) {
+    const int64_t n = std::min(kPartElements, out.numel() - done);
+    out.narrow(0, done, n).copy_(mapped_part(bytes, dtype, begin + done, n));
+  }
+}
+
+at::Tensor TensorFiles::read_whole(std::string_view name) const {
+  const StoredTensor& tensor = *places_.at(name).tensor;
+  at::Tensor out = at::empty({tensor.elements()}, scalar_type(tensor.dtype));
+  read(name, 0, out);
+  return out.view(tensor.shape);
+}
+
 ModelWeights::ModelWeights(const std::string& folder, const std::vector<HubTensor>& model,
                            const WeightRules& rules)
     : folder_(folder), files_(weight_paths(folder)) {
-  find_prefix();
   std::unordered_map<std::string, int64_t> used;  // elements, by name in the files
-  std::vector<std::string> missing;
   for (const HubTensor& tensor : model) {
-    std::optional<Source> source = find_source(tensor);
-    if (!source) {
-      missing.push_back(tensor.name);
-      continue;
-    }
-    scalar_type(*files_.find(source->stored));  // refuses dtypes that cannot be read
+    const std::optional<Source> source = find_source(tensor);
+    MARROW_CHECK(source.has_value(), ExitCode::kBadInput, check_they_belong_together(),
+                 "{}: tensor {} is missing", folder_, tensor.name);
+    scalar_type(files_.find(source->stored)->dtype);  // refuses dtypes that cannot be read
     used[source->stored] += tensor.elements();
-    sources_.emplace(tensor.name, std::move(*source));
+    sources_.emplace(tensor.name, *source);
   }
-  MARROW_CHECK(missing.empty(), ExitCode::kBadInput,
-               Fix("check that config.json and the weights belong together and that no file is "
-                   "missing"),
-               "{}: tensor {} is missing{}", folder_, missing.front(),
-               missing.size() > 1 ? fmt::format(" ({} are)", missing.size()) : "");
   check_all_used(used, rules);
 }
 
-// A wrapper around the model, or its absence, shows in the embedding's name.
-void ModelWeights::find_prefix() {
-  constexpr std::string_view kEmbedding = "embed_tokens.weight";
-  if (files_.find("model.embed_tokens.weight") != nullptr) return;
-  for (const std::string& name : files_.names()) {
-    if (!name.ends_with(kEmbedding)) continue;
-    prefix_ = name.substr(0, name.size() - kEmbedding.size());
-    return;
-  }
-}
-
-std::string ModelWeights::stored_name(const std::string& name) const {
-  constexpr std::string_view kModel = "model.";
-  if (name.starts_with(kModel)) return prefix_ + name.substr(kModel.size());
-  if (files_.find(name) != nullptr || !prefix_.ends_with(kModel)) return name;
-  return prefix_.substr(0, prefix_.size() - kModel.size()) + name;
-}
-
 std::optional<ModelWeights::Source> ModelWeights::find_source(const HubTensor& tensor) const {
-  const std::string name = stored_name(tensor.name);
+  const std::string& name = tensor.name;
   const StoredTensor* stored = files_.find(name);
   if (stored == nullptr) return find_in_stack(tensor);
-  MARROW_CHECK(stored->shape == tensor.shape, ExitCode::kBadInput,
-               Fix("check that config.json and the weights belong together"),
+  MARROW_CHECK(stored->shape == tensor.shape, ExitCode::kBadInput, check_they_belong_together(),
                "{}: tensor {} is {} in the file, but config.json makes it {}", files_.path_of(name),
                name, shape_text(stored->shape), shape_text(tensor.shape));
   return Source{name, 0};
@@ -126,27 +169,24 @@ std::optional<ModelWeights::Source> ModelWeights::find_source(const HubTensor& t
 
 // Stacked experts: gate_up_proj [E, 2I, H] holds the rows of gate, then of up.
 std::optional<ModelWeights::Source> ModelWeights::find_in_stack(const HubTensor& tensor) const {
-  const std::optional<ExpertName> expert = parse_expert_name(tensor.name);
-  if (!expert || tensor.shape.size() != 2) return std::nullopt;
-  const bool down = expert->projection == "down_proj";
-  if (!down && expert->projection != "gate_proj" && expert->projection != "up_proj") {
-    return std::nullopt;
-  }
-  const std::string name = stored_name(expert->before + (down ? "down_proj" : "gate_up_proj"));
+  constexpr std::string_view kExperts = ".experts.";
+  const size_t number = tensor.name.find(kExperts) + kExperts.size();
+  if (number < kExperts.size() || !std::isdigit(tensor.name[number])) return std::nullopt;
+  const int64_t expert = std::stoll(tensor.name.substr(number));
+  const bool down = tensor.name.ends_with(".down_proj.weight");
+  const std::string name = tensor.name.substr(0, number) + (down ? "down_proj" : "gate_up_proj");
   const StoredTensor* stored = files_.find(name);
   if (stored == nullptr) return std::nullopt;
   const int64_t rows = tensor.shape[0], columns = tensor.shape[1];
   const int64_t stacked_rows = down ? rows : 2 * rows;
-  const bool fits = stored->shape.size() == 3 && stored->shape[0] > expert->expert &&
+  const bool fits = stored->shape.size() == 3 && stored->shape[0] > expert &&
                     stored->shape[1] == stacked_rows && stored->shape[2] == columns;
-  MARROW_CHECK(fits, ExitCode::kBadInput,
-               Fix("check that config.json and the weights belong together"),
+  MARROW_CHECK(fits, ExitCode::kBadInput, check_they_belong_together(),
                "{}: tensor {} is {}, but expert {} of config.json needs [> {}, {}, {}]",
-               files_.path_of(name), name, shape_text(stored->shape), expert->expert,
-               expert->expert, stacked_rows, columns);
-  const int64_t first_row =
-      expert->expert * stacked_rows + (expert->projection == "up_proj" ? rows : 0);
-  return Source{name, first_row * columns};
+               files_.path_of(name), name, shape_text(stored->shape), expert, expert, stacked_rows,
+               columns);
+  const bool up = tensor.name.ends_with(".up_proj.weight");
+  return Source{name, (expert * stacked_rows + (up ? rows : 0)) * columns};
 }
 
 void ModelWeights::check_all_used(const std::unordered_map<std::string, int64_t>& used,
@@ -162,8 +202,8 @@ void ModelWeights::check_all_used(const std::unordered_map<std::string, int64_t>
                    shape_text(stored.shape));
       continue;
     }
-    if (rules.tied_embeddings && name.ends_with("lm_head.weight")) {
-      check_tied_head(name);
+    if (rules.tied_embeddings && name == "lm_head.weight") {
+      check_tied_head();
       continue;
     }
     MARROW_CHECK(rules.allow_unknown, ExitCode::kBadInput,
@@ -176,8 +216,9 @@ void ModelWeights::check_all_used(const std::unordered_map<std::string, int64_t>
 }
 
 // Some writers store a tied head again. One that differs was trained apart.
-void ModelWeights::check_tied_head(const std::string& head) const {
-  const std::string embedding = stored_name("model.embed_tokens.weight");
+void ModelWeights::check_tied_head() const {
+  const std::string head = "lm_head.weight";
+  const std::string embedding = "model.embed_tokens.weight";
   const bool equal = files_.find(head)->shape == files_.find(embedding)->shape &&
                      files_.read_whole(head).equal(files_.read_whole(embedding));
   MARROW_CHECK(equal, ExitCode::kBadInput, Fix("set tie_word_embeddings to false in config.json"),
@@ -186,11 +227,19 @@ void ModelWeights::check_tied_head(const std::string& head) const {
 }
 
 void ModelWeights::read(const HubTensor& tensor, int64_t begin, at::Tensor out) const {
-  const auto found = sources_.find(tensor.name);
-  MARROW_CHECK(found != sources_.end(), ExitCode::kBadInput,
-               Fix("check that config.json and the weights belong together"),
-               "{}: tensor {} was not among the model's when it was opened", folder_, tensor.name);
-  files_.read(found->second.stored, found->second.offset + begin, std::move(out));
+  const Source& source = sources_.at(tensor.name);
+  files_.read(source.stored, source.offset + begin, std::move(out));
+}
+
+void ModelWeights::read_in_parts(
+    const HubTensor& tensor, at::ScalarType dtype,
+    const std::function<void(int64_t, const at::Tensor&)>& visit) const {
+  const at::Tensor buffer = at::empty({std::min(kPartElements, tensor.elements())}, dtype);
+  for (int64_t begin = 0; begin < tensor.elements(); begin += kPartElements) {
+    const at::Tensor part = buffer.narrow(0, 0, std::min(kPartElements, tensor.elements() - begin));
+    read(tensor, begin, part);
+    visit(begin, part);
+  }
 }
 
 }  // namespace marrow

@@ -54,8 +54,6 @@ class CheckpointWriter {
   void save(const CheckpointContent& content);
   void poll();    // throws the error of a save in the background, if it has failed by now
   void finish();  // waits for the save in the background and throws its error
-  // Host bytes of an asynchronous save of `ranges`.
-  static int64_t host_bytes(const std::vector<OwnedRange>& ranges);
 
  private:
   struct Piece {
@@ -63,16 +61,13 @@ class CheckpointWriter {
     int64_t begin = 0;
     at::Tensor values;
   };
-  std::vector<Piece> pieces_of(const std::vector<OwnedRange>& ranges) const;
+  static std::vector<Piece> pieces_of(const std::vector<OwnedRange>& ranges);
   bool copy_to_host(std::vector<Piece>& pieces);
-  void write(const std::vector<Piece>& pieces, const TrainerState& state,
+  void write(const std::vector<Piece>& pieces, int64_t step,
              const std::vector<SideFile>& side_files);
-  void write_steps(CheckpointFiles& files, const std::vector<Piece>& pieces,
-                   const std::vector<SideFile>& side_files);
 
   CheckpointWriterOptions options_;
   std::vector<CheckpointTensor> model_;
-  std::unordered_map<std::string, const CheckpointTensor*> by_name_;
   Logger& log_;
   at::Tensor host_;  // bytes, kept between saves: pinning memory is slow
   std::thread thread_;

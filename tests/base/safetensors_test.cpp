@@ -5,8 +5,7 @@
 
 #include <cstring>
 #include <filesystem>
-
-#include "base/staged_folder.h"
+#include <map>
 
 namespace marrow {
 namespace {
@@ -30,8 +29,7 @@ class SafetensorsTest : public ::testing::Test {
   }
   std::string write(const std::string& bytes) {
     const std::string path = folder_ + "/file.safetensors";
-    OutputFile file(path);
-    file.append(std::as_bytes(std::span(bytes.data(), bytes.size())));
+    OutputFile(path).append(bytes);
     return path;
   }
   // The error's text; fails if the file is accepted or the error is of another kind.
@@ -65,7 +63,7 @@ TEST_F(SafetensorsTest, WritesAtPlannedOffsetsAndReadsBack) {
   const std::string path = folder_ + "/x";
   {
     OutputFile first(path);
-    first.append(std::as_bytes(std::span(layout.header.data(), layout.header.size())));
+    first.append(layout.header);
     first.truncate_to(layout.file_bytes);
   }
   const std::array<float, 6> values{1, 2, 3, 4, 5, 6};
@@ -76,13 +74,13 @@ TEST_F(SafetensorsTest, WritesAtPlannedOffsetsAndReadsBack) {
 
   const SafetensorsFile file(path);
   ASSERT_EQ(file.tensors().size(), 4u);
-  const StoredTensor* tensor = file.find("a \"quoted\" name");
-  ASSERT_NE(tensor, nullptr);
-  EXPECT_EQ(tensor->shape, (std::vector<int64_t>{2, 3}));
-  EXPECT_EQ(std::memcmp(file.bytes(*tensor).data(), values.data(), sizeof values), 0);
-  EXPECT_EQ(file.find("none")->elements(), 0);
-  EXPECT_EQ(file.find("scalar")->elements(), 1);
-  EXPECT_EQ(file.find("absent"), nullptr);
+  std::map<std::string, StoredTensor> tensors;
+  for (const StoredTensor& tensor : file.tensors()) tensors.emplace(tensor.name, tensor);
+  const StoredTensor& tensor = tensors.at("a \"quoted\" name");
+  EXPECT_EQ(tensor.shape, (std::vector<int64_t>{2, 3}));
+  EXPECT_EQ(std::memcmp(file.bytes(tensor).data(), values.data(), sizeof values), 0);
+  EXPECT_EQ(tensors.at("none").elements(), 0);
+  EXPECT_EQ(tensors.at("scalar").elements(), 1);
 }
 
 TEST_F(SafetensorsTest, ShardsKeepOrderAndLimit) {
