@@ -2,7 +2,6 @@
 #include <torch/headeronly/version.h>
 
 #include <filesystem>
-#include <fstream>
 #include <thread>
 
 #ifdef MARROW_CUDA
@@ -10,6 +9,7 @@
 #endif
 
 #include "app/subcommands.h"
+#include "base/files.h"
 #include "ops/device.h"
 
 namespace marrow {
@@ -21,17 +21,6 @@ struct Finding {
   bool fatal = false;     // marrow cannot do its work
 };
 
-// A line of /proc/meminfo in GB, 0 where there is none.
-double memory_gigabytes(const std::string& name) {
-  std::ifstream file("/proc/meminfo");
-  std::string key, unit;
-  double kilobytes = 0;
-  while (file >> key >> kilobytes && std::getline(file, unit)) {
-    if (key == name + ":") return kilobytes * 1024e-9;
-  }
-  return 0;
-}
-
 Finding check_processor() {
   const bool fits = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   return {"processor",
@@ -41,10 +30,9 @@ Finding check_processor() {
 }
 
 Finding check_memory() {
-  const double available = memory_gigabytes("MemAvailable");
-  return {"memory",
-          fmt::format("{:.1f} GB, {:.1f} GB free", memory_gigabytes("MemTotal"), available),
-          available < 2 ? "end other programs: a small run needs 2 GB" : ""};
+  const double free = 1e-9 * static_cast<double>(available_memory_bytes(at::kCPU));
+  return {"memory", fmt::format("{:.1f} GB free", free),
+          free < 2 ? "end other programs: a small run needs 2 GB" : ""};
 }
 
 Finding check_disk() {

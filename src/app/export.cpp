@@ -16,7 +16,7 @@ int run_export(const CommandLine& args) {
   const ModelWeights weights(checkpoint.folder(), tensors,
                              {.tied_embeddings = model->shape().tied_embeddings});
   HubExport to{.output = args.text("output"), .config = checkpoint.config(), .model = tensors};
-  to.dtype = args.text("dtype") == "bf16" ? TensorDtype::kBF16 : TensorDtype::kF32;
+  to.dtype = args.text("dtype") == "bf16" ? at::kBFloat16 : at::kFloat;
   to.end_of_document = checkpoint.state().end_of_document;
   to.tokenizer_files = checkpoint.state().tokenizer == "bytes" ? bytes_tokenizer_files()
                                                                : checkpoint.tokenizer_files();

@@ -41,7 +41,7 @@ int run_import(const CommandLine& args) {
   }
   std::vector<CheckpointTensor> entries;
   for (const HubTensor& tensor : tensors) entries.push_back({tensor, false, false});
-  CheckpointFiles files(output, entries, TensorDtype::kF32);
+  CheckpointFiles files(output, entries, at::kFloat);
   files.create();
   for (const HubTensor& tensor : tensors) {
     weights.read_in_parts(tensor, at::kFloat, [&](int64_t begin, const at::Tensor& part) {

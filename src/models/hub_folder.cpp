@@ -55,13 +55,13 @@ std::string default_architecture(const Json& config) {
 }
 
 // Fields in which the Hub's styles differ, both written, and those that an export decides; as JSON.
-std::map<std::string, std::string> decided_fields(const Json& config, TensorDtype dtype,
+std::map<std::string, std::string> decided_fields(const Json& config, at::ScalarType dtype,
                                                   int64_t end_of_document) {
   const Json theta = config.has("rope_theta") ? config.at("rope_theta")
                                               : config.at("rope_parameters").at("rope_theta");
   const std::string experts =
       config.at(config.has("num_experts") ? "num_experts" : "num_local_experts").dump();
-  const std::string type = dtype == TensorDtype::kBF16 ? "\"bfloat16\"" : "\"float32\"";
+  const std::string type = dtype == at::kBFloat16 ? "\"bfloat16\"" : "\"float32\"";
   std::map<std::string, std::string> fields{
       {"architectures", config.has("architectures") ? config.at("architectures").dump()
                                                     : default_architecture(config)},
@@ -91,11 +91,9 @@ std::string with_fields(const Json& object, std::map<std::string, std::string> f
 }
 
 std::vector<SafetensorsLayout> export_layouts(const HubExport& to) {
-  std::vector<TensorDeclaration> declarations;
-  for (const HubTensor& tensor : to.model) {
-    declarations.push_back({tensor.name, to.dtype, tensor.shape});
-  }
-  std::vector<SafetensorsLayout> layouts = layout_shards("model", declarations, to.max_shard_bytes);
+  std::vector<StoredTensor> tensors;
+  for (const HubTensor& tensor : to.model) tensors.push_back({tensor, to.dtype});
+  std::vector<SafetensorsLayout> layouts = layout_shards("model", tensors, to.max_shard_bytes);
   if (layouts.size() == 1) layouts.front().file_name = "model.safetensors";
   return layouts;
 }
@@ -147,7 +145,7 @@ bool is_bytes_tokenizer(const std::vector<SideFile>& files) {
   });
 }
 
-std::string hub_config(const Json& config, TensorDtype dtype, int64_t end_of_document) {
+std::string hub_config(const Json& config, at::ScalarType dtype, int64_t end_of_document) {
   return with_fields(config, decided_fields(config, dtype, end_of_document));
 }
 
@@ -163,7 +161,7 @@ int64_t write_hub_folder(const HubExport& to, const ModelWeights& weights) {
     OutputFile file(staged.path() + "/" + layout.file_name);
     file.append(layout.header);
     for (size_t i = 0; i < layout.tensors.size(); ++i) {
-      weights.read_in_parts(*tensor++, scalar_type(to.dtype), [&](int64_t, const at::Tensor& part) {
+      weights.read_in_parts(*tensor++, to.dtype, [&](int64_t, const at::Tensor& part) {
         file.append({static_cast<const std::byte*>(part.const_data_ptr()), part.nbytes()});
       });
     }

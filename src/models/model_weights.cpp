@@ -11,32 +11,8 @@ namespace {
 
 constexpr int64_t kPartElements = int64_t{1} << 24;
 
-struct DtypePair {
-  TensorDtype stored;
-  at::ScalarType read;
-};
-constexpr DtypePair kDtypes[] = {
-    {TensorDtype::kF32, at::kFloat}, {TensorDtype::kBF16, at::kBFloat16},
-    {TensorDtype::kF16, at::kHalf},  {TensorDtype::kF64, at::kDouble},
-    {TensorDtype::kI64, at::kLong},  {TensorDtype::kI32, at::kInt},
-    {TensorDtype::kU8, at::kByte}};
-
 Fix check_they_belong_together() {
   return Fix("check that config.json and the weights belong together and that no file is missing");
-}
-
-// Elements [begin, begin + n) as a CPU tensor: a view of the mapping where it is aligned. Other
-// writers do not always align, and a misaligned view would be undefined behaviour.
-at::Tensor mapped_part(std::span<const std::byte> bytes, at::ScalarType dtype, int64_t begin,
-                       int64_t n) {
-  const int64_t width = static_cast<int64_t>(at::elementSize(dtype));
-  const std::byte* start = bytes.data() + begin * width;
-  if (reinterpret_cast<uintptr_t>(start) % static_cast<uintptr_t>(width) == 0) {
-    return at::from_blob(const_cast<std::byte*>(start), {n}, dtype);
-  }
-  at::Tensor copy = at::empty({n}, dtype);
-  std::memcpy(copy.data_ptr(), start, static_cast<size_t>(n * width));
-  return copy;
 }
 
 std::vector<std::string> weight_paths(const std::string& folder) {
@@ -63,85 +39,6 @@ std::vector<std::string> weight_paths(const std::string& folder) {
 
 }  // namespace
 
-TensorDtype stored_dtype(at::ScalarType dtype) {
-  for (const DtypePair& pair : kDtypes) {
-    if (pair.read == dtype) return pair.stored;
-  }
-  MARROW_THROW(ExitCode::kUsage, Fix("convert the tensor to fp32 first"),
-               "a tensor of {} cannot be saved", at::toString(dtype));
-}
-
-at::ScalarType scalar_type(TensorDtype dtype) {
-  for (const DtypePair& pair : kDtypes) {
-    if (pair.stored == dtype) return pair.read;
-  }
-  MARROW_THROW(ExitCode::kBadInput, Fix("convert the file to F32, BF16 or F16"),
-               "a tensor of dtype {} cannot be read as weights", dtype_name(dtype));
-}
-
-std::vector<std::string> tensor_paths(const std::string& folder, std::string_view prefix) {
-  std::vector<std::string> paths;
-  if (!fs::is_directory(folder)) return paths;
-  for (const auto& entry : fs::directory_iterator(folder)) {
-    const std::string name = entry.path().filename().string();
-    if (name.starts_with(prefix) && name.ends_with(".safetensors")) paths.push_back(entry.path());
-  }
-  std::sort(paths.begin(), paths.end());
-  return paths;
-}
-
-TensorFiles::TensorFiles(const std::vector<std::string>& paths) {
-  files_.reserve(paths.size());
-  for (const std::string& path : paths) {
-    files_.emplace_back(path);
-    for (const StoredTensor& tensor : files_.back().tensors()) {
-      const auto [place, is_new] =
-          places_.try_emplace(tensor.name, Place{files_.size() - 1, &tensor});
-      MARROW_CHECK(is_new, ExitCode::kBadInput, Fix("remove the file that does not belong there"),
-                   "tensor {} is both in {} and in {}", tensor.name,
-                   files_[place->second.file].path(), path);
-    }
-  }
-}
-
-const StoredTensor* TensorFiles::find(std::string_view name) const {
-  const auto found = places_.find(name);
-  return found == places_.end() ? nullptr : found->second.tensor;
-}
-
-std::vector<std::string> TensorFiles::names() const {
-  std::vector<std::string> names;
-  for (const SafetensorsFile& file : files_) {
-    for (const StoredTensor& tensor : file.tensors()) names.push_back(tensor.name);
-  }
-  return names;
-}
-
-const std::string& TensorFiles::path_of(std::string_view name) const {
-  return files_[places_.at(name).file].path();
-}
-
-void TensorFiles::read(std::string_view name, int64_t begin, at::Tensor out) const {
-  const Place place = places_.at(name);
-  MARROW_CHECK(begin >= 0 && begin + out.numel() <= place.tensor->elements(), ExitCode::kBadInput,
-               check_they_belong_together(),
-               "elements [{}, {}) of tensor {} were asked for, but {} holds {}", begin,
-               begin + out.numel(), name, files_[place.file].path(), place.tensor->elements());
-  const at::ScalarType dtype = scalar_type(place.tensor->dtype);
-  const auto bytes = files_[place.file].bytes(*place.tensor);
-  for (int64_t done = 0; done < out.numel(); done += kPartElements) {
-    const int64_t n = std::min(kPartElements, out.numel() - done);
-    out.narrow(0, done, n).copy_(mapped_part(bytes, dtype, begin + done, n));
-  }
-}
-
-at::Tensor TensorFiles::read_whole(std::string_view name) const {
-  const StoredTensor& tensor = *places_.at(name).tensor;
-  at::Tensor out = at::empty({tensor.elements()}, scalar_type(tensor.dtype));
-  read(name, 0, out);
-  return out.view(tensor.shape);
-}
-
 ModelWeights::ModelWeights(const std::string& folder, const std::vector<HubTensor>& model,
                            const WeightRules& rules)
     : folder_(folder), files_(weight_paths(folder)) {
@@ -150,7 +47,11 @@ ModelWeights::ModelWeights(const std::string& folder, const std::vector<HubTenso
     const std::optional<Source> source = find_source(tensor);
     MARROW_CHECK(source.has_value(), ExitCode::kBadInput, check_they_belong_together(),
                  "{}: tensor {} is missing", folder_, tensor.name);
-    scalar_type(files_.find(source->stored)->dtype);  // refuses dtypes that cannot be read
+    const at::ScalarType dtype = files_.find(source->stored)->dtype;
+    MARROW_CHECK(at::isFloatingType(dtype) && at::elementSize(dtype) > 1, ExitCode::kBadInput,
+                 Fix("convert the file to F32, BF16 or F16"),
+                 "{}: tensor {} is {}, which cannot be read as weights", folder_, tensor.name,
+                 dtype_name(dtype));
     used[source->stored] += tensor.elements();
     sources_.emplace(tensor.name, *source);
   }
@@ -162,8 +63,8 @@ std::optional<ModelWeights::Source> ModelWeights::find_source(const HubTensor& t
   const StoredTensor* stored = files_.find(name);
   if (stored == nullptr) return find_in_stack(tensor);
   MARROW_CHECK(stored->shape == tensor.shape, ExitCode::kBadInput, check_they_belong_together(),
-               "{}: tensor {} is {} in the file, but config.json makes it {}", files_.path_of(name),
-               name, shape_text(stored->shape), shape_text(tensor.shape));
+               "{}: tensor {} is {} in the file, but config.json makes it {}", folder_, name,
+               shape_text(stored->shape), shape_text(tensor.shape));
   return Source{name, 0};
 }
 
@@ -182,9 +83,8 @@ std::optional<ModelWeights::Source> ModelWeights::find_in_stack(const HubTensor&
   const bool fits = stored->shape.size() == 3 && stored->shape[0] > expert &&
                     stored->shape[1] == stacked_rows && stored->shape[2] == columns;
   MARROW_CHECK(fits, ExitCode::kBadInput, check_they_belong_together(),
-               "{}: tensor {} is {}, but expert {} of config.json needs [> {}, {}, {}]",
-               files_.path_of(name), name, shape_text(stored->shape), expert, expert, stacked_rows,
-               columns);
+               "{}: tensor {} is {}, but expert {} of config.json needs [> {}, {}, {}]", folder_,
+               name, shape_text(stored->shape), expert, expert, stacked_rows, columns);
   const bool up = tensor.name.ends_with(".up_proj.weight");
   return Source{name, (expert * stacked_rows + (up ? rows : 0)) * columns};
 }
@@ -197,9 +97,8 @@ void ModelWeights::check_all_used(const std::unordered_map<std::string, int64_t>
       const StoredTensor& stored = *files_.find(name);
       MARROW_CHECK(found->second == stored.elements(), ExitCode::kBadInput,
                    Fix("check num_experts in config.json"),
-                   "{}: config.json uses {} of the {} elements of tensor {} {}",
-                   files_.path_of(name), found->second, stored.elements(), name,
-                   shape_text(stored.shape));
+                   "{}: config.json uses {} of the {} elements of tensor {} {}", folder_,
+                   found->second, stored.elements(), name, shape_text(stored.shape));
       continue;
     }
     if (rules.tied_embeddings && name == "lm_head.weight") {
@@ -209,8 +108,7 @@ void ModelWeights::check_all_used(const std::unordered_map<std::string, int64_t>
     MARROW_CHECK(rules.allow_unknown, ExitCode::kBadInput,
                  Fix("check that config.json and the weights belong together, or leave such "
                      "tensors out with --allow-unknown"),
-                 "{}: tensor {} does not belong to the model of config.json", files_.path_of(name),
-                 name);
+                 "{}: tensor {} does not belong to the model of config.json", folder_, name);
     ignored_.push_back(name);
   }
 }

@@ -1,39 +1,8 @@
 // The weights of one model in a folder of safetensors files, under whatever names the Hub uses.
 #pragma once
-#include "base/safetensors.h"
-#include "ops/parameter_spec.h"
-#include "ops/pch.h"
+#include "models/safetensors.h"
 
 namespace marrow {
-
-TensorDtype stored_dtype(at::ScalarType dtype);  // error for dtypes that no file of ours holds
-at::ScalarType scalar_type(TensorDtype dtype);   // error for those that marrow does not read
-
-// The files of `folder` that are called PREFIX….safetensors, sorted.
-std::vector<std::string> tensor_paths(const std::string& folder, std::string_view prefix);
-
-// Named tensors in a set of safetensors files, read in parts.
-class TensorFiles {
- public:
-  // Opens and checks every file. A name in two files is an error.
-  explicit TensorFiles(const std::vector<std::string>& paths);
-
-  const StoredTensor* find(std::string_view name) const;  // nullptr if absent
-  std::vector<std::string> names() const;                 // in file order
-  const std::string& path_of(std::string_view name) const;
-  // Copies elements [begin, begin + out.numel()) of a tensor into `out` ([n], any device),
-  // converting to its dtype. Reads only those bytes, in bounded parts.
-  void read(std::string_view name, int64_t begin, at::Tensor out) const;
-  at::Tensor read_whole(std::string_view name) const;  // its own shape and dtype, on the CPU
-
- private:
-  struct Place {
-    size_t file = 0;
-    const StoredTensor* tensor = nullptr;
-  };
-  std::vector<SafetensorsFile> files_;
-  std::unordered_map<std::string_view, Place> places_;
-};
 
 struct WeightRules {
   bool tied_embeddings = false;  // lm_head.weight may be absent, else it must equal the embedding

@@ -2,6 +2,8 @@
 
 #include <filesystem>
 
+#include "ops/device.h"
+
 namespace marrow {
 namespace fs = std::filesystem;
 namespace {
@@ -17,10 +19,9 @@ int64_t aligned_bytes(const at::Tensor& values) {
 
 // A whole safetensors file in memory, for state of a few kilobytes.
 std::string small_file(const std::vector<NamedTensor>& tensors) {
-  std::vector<TensorDeclaration> declarations;
+  std::vector<StoredTensor> declarations;
   for (const NamedTensor& entry : tensors) {
-    declarations.push_back(
-        {entry.name, stored_dtype(entry.tensor.scalar_type()), entry.tensor.sizes().vec()});
+    declarations.push_back({{entry.name, entry.tensor.sizes().vec()}, entry.tensor.scalar_type()});
   }
   std::string text = layout_safetensors(kRouterState, declarations).header;
   for (const NamedTensor& entry : tensors) {
@@ -28,13 +29,6 @@ std::string small_file(const std::vector<NamedTensor>& tensors) {
     text.append(static_cast<const char*>(values.const_data_ptr()), values.nbytes());
   }
   return text;
-}
-
-// MemAvailable of the kernel, or "plenty" where it does not say.
-int64_t available_host_bytes() {
-  const std::string text = read_text_file("/proc/meminfo", ExitCode::kDeviceFault);
-  const size_t at = text.find("MemAvailable:");
-  return at == std::string::npos ? INT64_MAX : std::atoll(text.c_str() + at + 13) * 1024;
 }
 
 }  // namespace
@@ -52,12 +46,13 @@ CheckpointWriter::~CheckpointWriter() {
 }
 
 void CheckpointWriter::finish() {
-  if (thread_.joinable()) thread_.join();
-  if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
+  if (pending_.valid()) pending_.get();
 }
 
 void CheckpointWriter::poll() {
-  if (!writing_) finish();
+  const bool done =
+      pending_.valid() && pending_.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
+  if (done) finish();
 }
 
 std::vector<CheckpointWriter::Piece> CheckpointWriter::pieces_of(
@@ -84,7 +79,7 @@ bool CheckpointWriter::copy_to_host(std::vector<Piece>& pieces) {
     if (!piece.values.is_cpu()) last_on_device = &piece;
   }
   if (!host_.defined() || host_.numel() < bytes) {
-    const int64_t available = available_host_bytes() / options_.ranks_on_host;
+    const int64_t available = available_memory_bytes(at::kCPU) / options_.ranks_on_host;
     if (bytes > available / 10 * 9) {
       log_.info(
           fmt::format("saving synchronously: a copy takes {} bytes of host memory, of which "
@@ -119,16 +114,9 @@ void CheckpointWriter::save(const CheckpointContent& content) {
     write(pieces, content.state.step, side_files);
     return;
   }
-  writing_ = true;
-  thread_ = std::thread([this, pieces = std::move(pieces), step = content.state.step,
-                         side_files = std::move(side_files)] {
-    try {
-      write(pieces, step, side_files);
-    } catch (...) {
-      failure_ = std::current_exception();
-    }
-    writing_ = false;
-  });
+  pending_ = std::async(std::launch::async,
+                        [this, pieces = std::move(pieces), step = content.state.step,
+                         side_files = std::move(side_files)] { write(pieces, step, side_files); });
 }
 
 void CheckpointWriter::write(const std::vector<Piece>& pieces, int64_t step,
@@ -184,8 +172,8 @@ void Checkpoint::load_optimizer(const std::vector<OwnedRange>& ranges) const {
                    stored != nullptr ? "present" : "missing",
                    values.defined() ? "needs it" : "has no place for it");
       if (stored == nullptr) return;
-      const bool fits = stored->shape == range.tensor->shape &&
-                        scalar_type(stored->dtype) == values.scalar_type();
+      const bool fits =
+          stored->shape == range.tensor->shape && stored->dtype == values.scalar_type();
       MARROW_CHECK(fits, ExitCode::kBadInput,
                    Fix("use the model and the optimizer.state_dtype of the checkpoint"),
                    "{}: tensor {} is {} {} in the checkpoint, but {} {} in the run", folder_, name,

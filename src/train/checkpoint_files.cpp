@@ -53,15 +53,15 @@ std::vector<CheckpointTensor> checkpoint_tensors(const std::vector<ParameterSpec
 }
 
 CheckpointFiles::CheckpointFiles(std::string folder, const std::vector<CheckpointTensor>& tensors,
-                                 TensorDtype state_dtype, int64_t max_shard_bytes)
+                                 at::ScalarType state_dtype, int64_t max_shard_bytes)
     : folder_(std::move(folder)) {
-  std::vector<TensorDeclaration> masters, states;
+  std::vector<StoredTensor> masters, states;
   for (const CheckpointTensor& entry : tensors) {
     const HubTensor& tensor = entry.tensor;
-    masters.push_back({tensor.name, TensorDtype::kF32, tensor.shape});
-    if (entry.exp_avg) states.push_back({tensor.name + ".exp_avg", state_dtype, tensor.shape});
+    masters.push_back({tensor, at::kFloat});
+    if (entry.exp_avg) states.push_back({{tensor.name + ".exp_avg", tensor.shape}, state_dtype});
     if (entry.exp_avg_sq) {
-      states.push_back({tensor.name + ".exp_avg_sq", state_dtype, tensor.shape});
+      states.push_back({{tensor.name + ".exp_avg_sq", tensor.shape}, state_dtype});
     }
   }
   layouts_ = layout_shards("model", masters, max_shard_bytes);
@@ -92,14 +92,13 @@ void CheckpointFiles::write(const std::string& name, int64_t begin, const at::Te
                Fix("this is a defect: list the tensor in checkpoint_tensors"),
                "the checkpoint has no place for {}", name);
   const auto& [file, tensor] = found->second;
-  MARROW_CHECK(
-      values.dim() == 1 && begin >= 0 && begin + values.numel() <= tensor->elements() &&
-          values.scalar_type() == scalar_type(tensor->dtype),
-      ExitCode::kUsage, Fix("this is a defect: check the owned ranges and their dtypes"),
-      "{} at element {} does not fit {} {} {}",
-      fmt::format("{} {}", at::toString(values.scalar_type()), shape_text(values.sizes().vec())),
-      begin, name, dtype_name(tensor->dtype), shape_text(tensor->shape));
-  const int64_t width = byte_width(tensor->dtype);
+  MARROW_CHECK(values.dim() == 1 && begin >= 0 && begin + values.numel() <= tensor->elements() &&
+                   values.scalar_type() == tensor->dtype,
+               ExitCode::kUsage, Fix("this is a defect: check the owned ranges and their dtypes"),
+               "{} at element {} does not fit {} {} {}",
+               fmt::format("{} {}", at::toString(values.scalar_type()), shape_text(values.sizes())),
+               begin, name, dtype_name(tensor->dtype), shape_text(tensor->shape));
+  const int64_t width = static_cast<int64_t>(at::elementSize(tensor->dtype));
   OutputFile& output =
       open_.try_emplace(file, staged(layouts_[file].file_name), /*existing=*/true).first->second;
   for (int64_t done = 0; done < values.numel(); done += kWriteElements) {

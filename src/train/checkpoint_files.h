@@ -27,9 +27,9 @@ inline constexpr const char* kCompleteMarker = "COMPLETE";
 // Where rank 0 does not come to publish(), its destructor removes what was written.
 class CheckpointFiles {
  public:
-  // `folder` is the checkpoint's final path. `state_dtype` kBF16 or kF32.
+  // `folder` is the checkpoint's final path. `state_dtype`: kBFloat16 or kFloat.
   CheckpointFiles(std::string folder, const std::vector<CheckpointTensor>& tensors,
-                  TensorDtype state_dtype, int64_t max_shard_bytes = 5'000'000'000);
+                  at::ScalarType state_dtype, int64_t max_shard_bytes = 5'000'000'000);
 
   void create();  // the staging folder with every file at its final size
   // Elements [begin, begin + values.numel()) of "NAME", "NAME.exp_avg" or "NAME.exp_avg_sq", in
