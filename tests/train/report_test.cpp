@@ -49,7 +49,7 @@ TEST_F(ReportTest, OnePageWithEveryChartAndNoOutsideResource) {
   EXPECT_EQ(summary.loss, 5.0);
   EXPECT_EQ(summary.validation_loss, 2.25);
   const std::string page = read_text_file(summary.path);
-  EXPECT_EQ(count(page, "<svg "), 7u);  // no values: balance and step time …
+  EXPECT_EQ(count(page, "<svg "), 9u);
   EXPECT_EQ(count(page, "<svg "), count(page, "</svg>"));
   EXPECT_EQ(count(page, "<div"), count(page, "</div>"));
   EXPECT_NE(page.find(",10.0 "), std::string::npos);  // the spike, at the top of its chart
