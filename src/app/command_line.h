@@ -65,7 +65,8 @@ class CommandLine {
   void print(const std::string& text, const JsonWriter& json) const;
 
  private:
-  const Option& option(const std::string& name) const;
+  template <typename T>
+  T number(const std::string& name, T min, T max, const std::string& range) const;
   size_t take_option(const std::vector<std::string>& words, size_t at);
   void check_complete() const;
   const Subcommand& command_;

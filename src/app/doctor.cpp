@@ -1,11 +1,7 @@
 // marrow doctor: what this machine and this build can do, and what stands in the way.
-#include <sys/statvfs.h>
 #include <torch/headeronly/version.h>
-#include <unistd.h>
 
-#include <cstdlib>
 #include <filesystem>
-#include <fstream>
 #include <thread>
 
 #ifdef MARROW_CUDA
@@ -13,6 +9,7 @@
 #endif
 
 #include "app/subcommands.h"
+#include "base/files.h"
 #include "ops/device.h"
 
 namespace marrow {
@@ -24,30 +21,6 @@ struct Finding {
   bool fatal = false;     // marrow cannot do its work
 };
 
-double gigabytes(double bytes) { return bytes / 1e9; }
-
-// A line of /proc/meminfo in bytes, 0 where there is none.
-double memory_line(const std::string& name) {
-  std::ifstream file("/proc/meminfo");
-  std::string key, unit;
-  double kilobytes = 0;
-  while (file >> key >> kilobytes && std::getline(file, unit)) {
-    if (key == name + ":") return kilobytes * 1024;
-  }
-  return 0;
-}
-
-bool in_path(const std::string& program) {
-  const char* path = std::getenv("PATH");
-  std::string rest = path == nullptr ? "" : path;
-  while (!rest.empty()) {
-    const size_t end = std::min(rest.find(':'), rest.size());
-    if (access((rest.substr(0, end) + "/" + program).c_str(), X_OK) == 0) return true;
-    rest.erase(0, end + 1);
-  }
-  return false;
-}
-
 Finding check_processor() {
   const bool fits = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   return {"processor",
@@ -57,19 +30,15 @@ Finding check_processor() {
 }
 
 Finding check_memory() {
-  const double available = memory_line("MemAvailable");
-  return {"memory",
-          fmt::format("{:.1f} GB, {:.1f} GB free", gigabytes(memory_line("MemTotal")),
-                      gigabytes(available)),
-          available < 2e9 ? "end other programs: a small run needs 2 GB" : ""};
+  const double free = 1e-9 * static_cast<double>(available_memory_bytes(at::kCPU));
+  return {"memory", fmt::format("{:.1f} GB free", free),
+          free < 2 ? "end other programs: a small run needs 2 GB" : ""};
 }
 
 Finding check_disk() {
-  struct statvfs disk {};
-  if (statvfs(".", &disk) != 0) return {"disk", "unknown", "check the working folder"};
-  const double free = static_cast<double>(disk.f_bavail) * static_cast<double>(disk.f_frsize);
-  return {"disk", fmt::format("{:.1f} GB free in the working folder", gigabytes(free)),
-          free < 5e9 ? "free 5 GB, or set [checkpoint] dir to another disk" : ""};
+  const double free = 1e-9 * static_cast<double>(free_disk_bytes("."));
+  return {"disk", fmt::format("{:.1f} GB free in the working folder", free),
+          free < 5 ? "free 5 GB, or set [checkpoint] dir to another disk" : ""};
 }
 
 Finding check_libtorch() {
@@ -77,23 +46,6 @@ Finding check_libtorch() {
   const bool right = at::mm(a, a).equal(at::eye(64) * 9);
   return {"libtorch", fmt::format("{}, {} threads", TORCH_VERSION, at::get_num_threads()),
           right ? "" : "run ./dev setup: libtorch computes a wrong product", !right};
-}
-
-Finding check_openmp() {
-  const auto variable = [](const char* name) {
-    const char* value = std::getenv(name);
-    return std::string(value == nullptr ? "unset" : value);
-  };
-  const std::string policy = variable("OMP_WAIT_POLICY"), spin = variable("GOMP_SPINCOUNT");
-  const bool passive = policy == "passive" && spin == "0";
-  return {"openmp", fmt::format("OMP_WAIT_POLICY {}, GOMP_SPINCOUNT {}", policy, spin),
-          passive ? "" : "unset both: waiting threads that spin can cost a factor of ten"};
-}
-
-Finding check_mpi() {
-  const bool found = in_path("mpirun");
-  return {"mpirun", found ? "found" : "not found: one process needs none",
-          found ? "" : "apt-get install openmpi-bin, for runs of several processes"};
 }
 
 // The runtime's view of the GPUs; `fatal` where this build cannot use what is there.
@@ -112,8 +64,8 @@ Finding check_gpu() {
   const bool hopper = device.major == 9 && device.minor == 0;
   return {"gpu",
           fmt::format("{} x {}, {:.0f} GB, sm_{}{}, driver CUDA {}.{}, runtime {}.{}", count,
-                      device.name, gigabytes(static_cast<double>(device.totalGlobalMem)),
-                      device.major, device.minor, driver / 1000, driver % 1000 / 10, runtime / 1000,
+                      device.name, 1e-9 * static_cast<double>(device.totalGlobalMem), device.major,
+                      device.minor, driver / 1000, driver % 1000 / 10, runtime / 1000,
                       runtime % 1000 / 10),
           hopper ? ""
                  : "the CUDA kernels are built for sm_90 (H100, H200): set train.device "
@@ -130,26 +82,23 @@ Finding check_gpu() {
 
 int run_doctor(const CommandLine& args) {
   const std::vector<Finding> findings = {check_processor(), check_memory(), check_disk(),
-                                         check_libtorch(),  check_openmp(), check_mpi(),
-                                         check_gpu()};
-  std::string text, json;
+                                         check_libtorch(), check_gpu()};
+  std::string text;
+  JsonWriter checks;
   const Finding* worst = nullptr;
   for (const Finding& finding : findings) {
     const char* mark = finding.fatal ? "FAIL" : finding.next.empty() ? "ok" : "note";
     text += fmt::format("{:<5} {:<10} {}\n", mark, finding.name, finding.value);
     if (!finding.next.empty()) text += fmt::format("{:<16} -> {}\n", "", finding.next);
-    json += (json.empty() ? "" : ", ") + JsonWriter()
-                                             .field("name", finding.name)
-                                             .field("status", mark)
-                                             .field("value", finding.value)
-                                             .field("next", finding.next)
-                                             .text();
+    JsonWriter check;
+    check.field("status", mark).field("value", finding.value).field("next", finding.next);
+    checks.raw(finding.name, check.text());
     if (finding.fatal && worst == nullptr) worst = &finding;
   }
   text += worst == nullptr
               ? fmt::format("PASS marrow can train on the {}", gpu_available() ? "GPU" : "CPU")
               : fmt::format("FAIL {}: {} next: {}", worst->name, worst->value, worst->next);
-  args.print(text, JsonWriter().field("pass", worst == nullptr).raw("checks", "[" + json + "]"));
+  args.print(text, JsonWriter().field("pass", worst == nullptr).raw("checks", checks.text()));
   return static_cast<int>(worst == nullptr ? ExitCode::kDone : ExitCode::kDeviceFault);
 }
 

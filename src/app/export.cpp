@@ -1,5 +1,9 @@
+// marrow export: a checkpoint as a folder that transformers, vLLM and SGLang load.
+#include <filesystem>
+
 #include "app/subcommands.h"
-#include "train/convert.h"
+#include "models/model_contract.h"
+#include "train/checkpoint.h"
 
 namespace marrow {
 namespace {
@@ -7,13 +11,22 @@ namespace {
 int run_export(const CommandLine& args) {
   Logger log;
   const Checkpoint checkpoint = open_checkpoint(args.positional(), log);
-  const std::string output = args.text("output");
-  const TensorDtype dtype = args.text("dtype") == "bf16" ? TensorDtype::kBF16 : TensorDtype::kF32;
-  const int64_t bytes = export_checkpoint(checkpoint, output, dtype);
+  const auto model = open_model(checkpoint.config());
+  const std::vector<HubTensor> tensors = all_hub_tensors(*model);
+  const ModelWeights weights(checkpoint.folder(), tensors,
+                             {.tied_embeddings = model->shape().tied_embeddings});
+  HubExport to{.output = args.text("output"), .config = checkpoint.config(), .model = tensors};
+  to.dtype = args.text("dtype") == "bf16" ? at::kBFloat16 : at::kFloat;
+  to.end_of_document = checkpoint.state().end_of_document;
+  to.tokenizer_files = checkpoint.state().tokenizer == "bytes" ? bytes_tokenizer_files()
+                                                               : checkpoint.tokenizer_files();
+  const std::string generation = checkpoint.folder() + "/generation_config.json";
+  if (std::filesystem::exists(generation)) to.generation_config = read_text_file(generation);
+  const int64_t bytes = write_hub_folder(to, weights);
   args.print(fmt::format("exported {} (step {}, {}, {} bytes) to {}", checkpoint.folder(),
-                         checkpoint.state().step, args.text("dtype"), bytes, output),
+                         checkpoint.state().step, args.text("dtype"), bytes, to.output),
              JsonWriter()
-                 .field("output", output)
+                 .field("output", to.output)
                  .field("checkpoint", checkpoint.folder())
                  .field("step", checkpoint.state().step)
                  .field("dtype", args.text("dtype"))

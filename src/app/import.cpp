@@ -1,20 +1,61 @@
+// marrow import: a Hugging Face folder as a checkpoint of step 0 without optimizer state.
+#include <filesystem>
+
 #include "app/subcommands.h"
-#include "train/convert.h"
+#include "data/tokenizer.h"
+#include "models/model_contract.h"
+#include "train/checkpoint.h"
 
 namespace marrow {
 namespace {
 
+namespace fs = std::filesystem;
+
+// What is known of an imported model: its tokenizer.
+TrainerState imported_state(const std::string& hub, const std::vector<SideFile>& tokenizer_files) {
+  TrainerState state;
+  if (!fs::exists(hub + "/tokenizer.json")) return state;
+  const bool bytes = is_bytes_tokenizer(tokenizer_files);
+  const auto tokenizer = open_tokenizer(bytes ? "bytes" : hub);
+  state.tokenizer = bytes ? "bytes" : "tokenizer.json";
+  state.tokenizer_hash = tokenizer->hash();
+  state.end_of_document = tokenizer->end_of_document().value_or(-1);
+  return state;
+}
+
 int run_import(const CommandLine& args) {
+  const std::string& hub = args.positional();
   const std::string output = args.text("output");
-  const std::vector<std::string> ignored =
-      import_hub_folder(args.positional(), output, args.flag("allow-unknown"));
+  check_output_is_new(output, "--output");
+  const auto model = open_model(Json::read_file(hub + "/config.json", ExitCode::kUsage));
+  const std::vector<HubTensor> tensors = all_hub_tensors(*model);
+  const ModelWeights weights(hub, tensors,
+                             {.tied_embeddings = model->shape().tied_embeddings,
+                              .allow_unknown = args.flag("allow-unknown")});
+
+  std::vector<SideFile> side_files = read_tokenizer_files(hub);
+  side_files.push_back({"trainer_state.json", to_json(imported_state(hub, side_files)) + "\n"});
+  for (const std::string name : {"config.json", "generation_config.json"}) {
+    const std::string path = hub + "/" + name;
+    if (fs::exists(path)) side_files.push_back({name, read_text_file(path)});
+  }
+  std::vector<CheckpointTensor> entries;
+  for (const HubTensor& tensor : tensors) entries.push_back({tensor, false, false});
+  CheckpointFiles files(output, entries, at::kFloat);
+  files.create();
+  for (const HubTensor& tensor : tensors) {
+    weights.read_in_parts(tensor, at::kFloat, [&](int64_t begin, const at::Tensor& part) {
+      files.write(tensor.name, begin, part);
+    });
+  }
+  files.finish_writing(0);
+  files.publish(side_files, 1);
   Logger log;
-  for (const std::string& name : ignored) {
+  for (const std::string& name : weights.ignored()) {
     log.warn(fmt::format("left out tensor {}, which the model lacks", name));
   }
-  args.print(
-      fmt::format("imported {} as checkpoint {}", args.positional(), output),
-      JsonWriter().field("output", output).field("ignored", static_cast<int64_t>(ignored.size())));
+  args.print(fmt::format("imported {} as checkpoint {}", hub, output),
+             JsonWriter().field("output", output).field("ignored", weights.ignored()));
   return 0;
 }
 

@@ -88,15 +88,13 @@ int dispatch(const std::vector<std::string>& words) {
 }
 
 int report_error(const Error& error, bool json) {
-  const std::string text = json ? error.to_json() + "\n" : error.to_text();
-  std::fwrite(text.data(), 1, text.size(), stderr);
+  std::fputs(json ? (error.to_json() + "\n").c_str() : error.to_text().c_str(), stderr);
   return static_cast<int>(error.report().code);
 }
 
-// An Error out of what a library threw: its text is all that is known of the place.
-Error device_fault(const std::string& what, const char* fix) {
-  return Error(ExitCode::kDeviceFault, what, Fix(fix), __FILE__, __LINE__);
-}
+constexpr const char* kUseLessMemory =
+    "lower train.micro_batch or data.seq_len, set train.recompute = \"layer\", or end other "
+    "programs; marrow estimate RUN.toml shows what each part takes";
 
 }  // namespace
 
@@ -104,29 +102,24 @@ int main(int argc, char** argv) {
   const std::vector<std::string> words(argv + 1, argv + argc);
   const bool json = std::find(words.begin(), words.end(), "--json") != words.end();
   std::signal(SIGXFSZ, SIG_IGN);  // past `ulimit -f` a write fails with an error that we report
+  // What a library throws: its text is all that is known of the place.
+  const auto fault = [&](const std::string& what, const char* fix) {
+    return report_error(Error(ExitCode::kDeviceFault, what, Fix(fix), __FILE__, __LINE__), json);
+  };
   try {
     return dispatch(words);
   } catch (const Error& error) {
     return report_error(error, json);
   } catch (const c10::OutOfMemoryError& error) {
-    return report_error(device_fault(error.what_without_backtrace(),
-                                     "lower train.micro_batch or data.seq_len, or set "
-                                     "train.recompute = \"layer\"; marrow estimate RUN.toml "
-                                     "shows what each part takes"),
-                        json);
+    return fault(error.what_without_backtrace(), kUseLessMemory);
   } catch (const c10::Error& error) {
-    return report_error(device_fault(std::string("libtorch: ") + error.what_without_backtrace(),
-                                     "run marrow doctor; for a CUDA fault run again with "
-                                     "CUDA_LAUNCH_BLOCKING=1 to see the failing call"),
-                        json);
+    return fault(std::string("libtorch: ") + error.what_without_backtrace(),
+                 "run marrow doctor; for a CUDA fault run again with CUDA_LAUNCH_BLOCKING=1 to "
+                 "see the failing call");
   } catch (const std::bad_alloc&) {
-    return report_error(device_fault("the machine's memory is exhausted",
-                                     "lower train.micro_batch or data.seq_len, or end other "
-                                     "programs; marrow doctor shows the free memory"),
-                        json);
+    return fault("the machine's memory is exhausted", kUseLessMemory);
   } catch (const std::exception& error) {
-    return report_error(device_fault(std::string("unexpected: ") + error.what(),
-                                     "run marrow doctor; if it passes, this is a defect of marrow"),
-                        json);
+    return fault(std::string("unexpected: ") + error.what(),
+                 "run marrow doctor; if it passes, this is a defect of marrow");
   }
 }

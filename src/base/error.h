@@ -55,7 +55,7 @@ class Error : public std::exception {
   ErrorReport report_;
 };
 
-// JSON string literal of `text`, quotes included; invalid UTF-8 becomes U+FFFD.
+// JSON string literal of `text`, quotes included; invalid UTF-8 becomes U+FFFD. Of base/json.cpp.
 std::string json_quote(std::string_view text);
 
 // The entry of `candidates` nearest to `text` by edits, or "" if none is near (a third of it).
@@ -66,11 +66,11 @@ std::string nearest_match(std::string_view text, const std::vector<std::string>&
 // Throws Error unless `condition` holds. Usage:
 //   MARROW_CHECK(rows % ep == 0, ExitCode::kUsage, Fix("set mesh.ep to a divisor of 8"),
 //                "{} experts do not divide by mesh.ep = {}", rows, ep);
-#define MARROW_CHECK(condition, code, fix, ...)   \
-  do {                                            \
-    if (!(condition)) [[unlikely]] {              \
-      MARROW_THROW(code, fix, __VA_ARGS__);       \
-    }                                             \
+#define MARROW_CHECK(condition, code, fix, ...) \
+  do {                                          \
+    if (!(condition)) [[unlikely]] {            \
+      MARROW_THROW(code, fix, __VA_ARGS__);     \
+    }                                           \
   } while (false)
 
 #define MARROW_THROW(code, fix, ...) \

@@ -3,7 +3,6 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
-#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -11,32 +10,35 @@
 #include <filesystem>
 
 namespace marrow {
+namespace fs = std::filesystem;
 namespace {
 
-std::string errno_text() { return std::strerror(errno); }
+// "a/b" of "a/b/": so that its file name is never empty.
+fs::path without_slash(const std::string& path) {
+  const fs::path normal = fs::path(path).lexically_normal();
+  return normal.has_filename() ? normal : normal.parent_path();
+}
 
 std::string folder_of(const std::string& path) {
-  const std::string parent = std::filesystem::path(path).parent_path().string();
+  const std::string parent = without_slash(path).parent_path().string();
   return parent.empty() ? "." : parent;
 }
 
-int64_t free_bytes(const std::string& path) {
-  struct statvfs status {};
-  if (statvfs(folder_of(path).c_str(), &status) != 0) return -1;
-  return static_cast<int64_t>(status.f_bavail) * static_cast<int64_t>(status.f_frsize);
-}
-
 int open_for_reading(const std::string& path, ExitCode code) {
+  MARROW_CHECK(!fs::is_directory(path), code, Fix("give the path of a file"),
+               "cannot read {}: it is a folder", path);
   const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC);
   MARROW_CHECK(descriptor >= 0, code, Fix("check that the path exists and can be read"),
-               "cannot open {}: {}", path, errno_text());
-  struct stat status {};
-  fstat(descriptor, &status);
-  if (S_ISDIR(status.st_mode)) {
-    close(descriptor);
-    MARROW_THROW(code, Fix("give the path of a file"), "cannot read {}: it is a folder", path);
-  }
+               "cannot open {}: {}", path, std::strerror(errno));
   return descriptor;
+}
+
+// Writes a file that is on the disk once this returns.
+void write_and_sync(const std::string& path, std::string_view text) {
+  OutputFile file(path);
+  file.append(text);
+  file.sync();
+  file.close();
 }
 
 }  // namespace
@@ -50,76 +52,73 @@ std::string read_text_file(const std::string& path, ExitCode code) {
     text.append(buffer, static_cast<size_t>(got));
   }
   close(descriptor);
-  MARROW_CHECK(got == 0, code, Fix("check the disk"), "cannot read {}: {}", path, errno_text());
+  MARROW_CHECK(got == 0, code, Fix("check the disk"), "cannot read {}: {}", path,
+               std::strerror(errno));
   return text;
 }
 
 void write_text_file_atomically(const std::string& path, std::string_view text) {
   const std::string temporary = path + ".tmp";
-  OutputFile file(temporary);
-  file.append(std::as_bytes(std::span(text.data(), text.size())));
-  file.sync();
-  file.close();
+  write_and_sync(temporary, text);
   MARROW_CHECK(std::rename(temporary.c_str(), path.c_str()) == 0, ExitCode::kDeviceFault,
                Fix("check the folder's permissions"), "cannot rename {} to {}: {}", temporary, path,
-               errno_text());
+               std::strerror(errno));
   fsync_folder(folder_of(path));
 }
 
 void fsync_folder(const std::string& folder) {
   const int descriptor = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  MARROW_CHECK(descriptor >= 0, ExitCode::kDeviceFault, Fix("check that the folder exists"),
-               "cannot open folder {}: {}", folder, errno_text());
-  const int status = fsync(descriptor);
-  close(descriptor);
-  MARROW_CHECK(status == 0, ExitCode::kDeviceFault, Fix("check the disk"),
-               "cannot flush folder {}: {}", folder, errno_text());
+  const bool flushed = descriptor >= 0 && fsync(descriptor) == 0;
+  const std::string fault = std::strerror(errno);
+  if (descriptor >= 0) close(descriptor);
+  MARROW_CHECK(flushed, ExitCode::kDeviceFault, Fix("check that the folder exists, and the disk"),
+               "cannot flush folder {}: {}", folder, fault);
+}
+
+int64_t free_disk_bytes(const std::string& path) {
+  fs::path existing = fs::absolute(without_slash(path));
+  while (!fs::exists(existing) && existing.has_relative_path()) existing = existing.parent_path();
+  std::error_code ignored;
+  const fs::space_info space = fs::space(existing, ignored);
+  return ignored ? INT64_MAX : static_cast<int64_t>(space.available);
+}
+
+void check_output_is_new(const std::string& folder, std::string_view flag) {
+  const bool is_new = !fs::exists(folder) || (fs::is_directory(folder) && fs::is_empty(folder));
+  MARROW_CHECK(is_new, ExitCode::kUsage,
+               Fix(fmt::format("give another path to {}, or remove this one", flag)),
+               "{} exists already; nothing was written", folder);
 }
 
 MappedFile::MappedFile(const std::string& path, ExitCode code) : path_(path) {
   const int descriptor = open_for_reading(path, code);
   struct stat status {};
   fstat(descriptor, &status);
-  size_ = static_cast<size_t>(status.st_size);
-  void* mapped = size_ == 0 ? nullptr : mmap(nullptr, size_, PROT_READ, MAP_SHARED, descriptor, 0);
+  const size_t size = static_cast<size_t>(status.st_size);
+  void* mapped = size == 0 ? nullptr : mmap(nullptr, size, PROT_READ, MAP_SHARED, descriptor, 0);
   close(descriptor);
   MARROW_CHECK(mapped != MAP_FAILED, code, Fix("check the free address space and the file system"),
-               "cannot map {} ({} bytes): {}", path, size_, errno_text());
-  data_ = static_cast<const std::byte*>(mapped);
+               "cannot map {} ({} bytes): {}", path, size, std::strerror(errno));
+  data_ = {static_cast<const std::byte*>(mapped), Unmap{size}};
 }
 
-MappedFile::~MappedFile() {
-  if (data_ != nullptr) munmap(const_cast<std::byte*>(data_), size_);
+void MappedFile::Unmap::operator()(const std::byte* data) const {
+  munmap(const_cast<std::byte*>(data), size);
 }
 
-MappedFile::MappedFile(MappedFile&& other) noexcept
-    : path_(std::move(other.path_)),
-      data_(std::exchange(other.data_, nullptr)),
-      size_(std::exchange(other.size_, 0)) {}
-
-MappedFile& MappedFile::operator=(MappedFile&& other) noexcept {
-  std::swap(path_, other.path_);
-  std::swap(data_, other.data_);
-  std::swap(size_, other.size_);
-  return *this;
-}
-
-OutputFile::OutputFile(const std::string& path, bool existing) : path_(path) {
-  const int flags = existing ? O_WRONLY | O_CLOEXEC : O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC;
-  descriptor_ = open(path.c_str(), flags, 0644);
-  MARROW_CHECK(descriptor_ >= 0, ExitCode::kDeviceFault,
+OutputFile::OutputFile(const std::string& path, bool existing)
+    : path_(path), file_(std::fopen(path.c_str(), existing ? "r+e" : "we")) {
+  MARROW_CHECK(file_ != nullptr, ExitCode::kDeviceFault,
                Fix("check that the folder exists and can be written"), "cannot create {}: {}", path,
-               errno_text());
+               std::strerror(errno));
 }
 
-OutputFile::~OutputFile() {
-  if (descriptor_ >= 0) ::close(descriptor_);
+void OutputFile::check(bool done, std::string_view what) const {
+  MARROW_CHECK(done, ExitCode::kDeviceFault,
+               Fix("free space on this disk (or raise its quota), or write to another folder"),
+               "cannot {} {}: {} ({} bytes free)", what, path_, std::strerror(errno),
+               free_disk_bytes(path_));
 }
-
-OutputFile::OutputFile(OutputFile&& other) noexcept
-    : path_(std::move(other.path_)),
-      descriptor_(std::exchange(other.descriptor_, -1)),
-      position_(other.position_) {}
 
 void OutputFile::append(std::span<const std::byte> bytes) {
   write_at(position_, bytes);
@@ -127,35 +126,60 @@ void OutputFile::append(std::span<const std::byte> bytes) {
 }
 
 void OutputFile::write_at(int64_t offset, std::span<const std::byte> bytes) {
-  size_t done = 0;
-  while (done < bytes.size()) {
-    const ssize_t wrote = pwrite(descriptor_, bytes.data() + done, bytes.size() - done,
-                                 offset + static_cast<int64_t>(done));
+  while (!bytes.empty()) {
+    const ssize_t wrote = pwrite(fileno(file_.get()), bytes.data(), bytes.size(), offset);
     if (wrote < 0 && errno == EINTR) continue;
-    MARROW_CHECK(wrote > 0, ExitCode::kDeviceFault,
-                 Fix("free space on this disk (or raise its quota), or write to another folder"),
-                 "cannot write {} bytes to {} at {}: {} ({} bytes free)", bytes.size() - done,
-                 path_, offset + static_cast<int64_t>(done), errno_text(), free_bytes(path_));
-    done += static_cast<size_t>(wrote);
+    if (wrote <= 0) check(false, fmt::format("write {} bytes at {} of", bytes.size(), offset));
+    bytes = bytes.subspan(static_cast<size_t>(wrote));
+    offset += wrote;
   }
 }
 
 void OutputFile::truncate_to(int64_t size) {
-  MARROW_CHECK(ftruncate(descriptor_, size) == 0, ExitCode::kDeviceFault,
-               Fix("free space on this disk (or raise its quota), or write to another folder"),
-               "cannot set the size of {} to {} bytes: {} ({} bytes free)", path_, size,
-               errno_text(), free_bytes(path_));
+  check(ftruncate(fileno(file_.get()), size) == 0, fmt::format("make {} bytes of", size));
 }
 
-void OutputFile::sync() {
-  MARROW_CHECK(fsync(descriptor_) == 0, ExitCode::kDeviceFault, Fix("check the disk"),
-               "cannot flush {}: {}", path_, errno_text());
+void OutputFile::sync() { check(fsync(fileno(file_.get())) == 0, "flush"); }
+
+void OutputFile::close() { check(std::fclose(file_.release()) == 0, "close"); }
+
+std::string staging_path(const std::string& folder) {
+  return folder_of(folder) + "/." + without_slash(folder).filename().string() + ".tmp";
 }
 
-void OutputFile::close() {
-  const int status = ::close(std::exchange(descriptor_, -1));
-  MARROW_CHECK(status == 0, ExitCode::kDeviceFault, Fix("check the disk"), "cannot close {}: {}",
-               path_, errno_text());
+StagedFolder::StagedFolder(const std::string& folder, int64_t bytes_wanted)
+    : folder_(without_slash(folder).string()), path_(staging_path(folder)) {
+  std::error_code error;
+  fs::remove_all(path_, error);
+  const int64_t free = free_disk_bytes(path_);
+  MARROW_CHECK(bytes_wanted <= free, ExitCode::kDeviceFault,
+               Fix("free space on this disk, or write to another folder"),
+               "{} needs {} bytes, but only {} are free on its disk", folder_, bytes_wanted, free);
+  fs::create_directories(path_, error);
+  MARROW_CHECK(!error, ExitCode::kDeviceFault, Fix("check the parent folder's permissions"),
+               "cannot create folder {}: {}", path_, error.message());
+}
+
+StagedFolder::~StagedFolder() {
+  std::error_code ignored;
+  fs::remove_all(path_, ignored);
+}
+
+void StagedFolder::write_text(const std::string& name, std::string_view text) const {
+  write_and_sync(path_ + "/" + name, text);
+}
+
+void StagedFolder::publish() {
+  fsync_folder(path_);
+  bool done = std::rename(path_.c_str(), folder_.c_str()) == 0;
+  if (!done && (errno == ENOTEMPTY || errno == EEXIST)) {  // what was there ends up in path_
+    done = renameat2(AT_FDCWD, path_.c_str(), AT_FDCWD, folder_.c_str(), RENAME_EXCHANGE) == 0;
+  }
+  MARROW_CHECK(done, ExitCode::kDeviceFault, Fix("remove the folder, or check its permissions"),
+               "cannot rename {} to {}: {}", path_, folder_, std::strerror(errno));
+  fsync_folder(folder_of(folder_));
+  std::error_code ignored;
+  fs::remove_all(path_, ignored);
 }
 
 }  // namespace marrow

@@ -1,11 +1,12 @@
-// Files: mapping, whole reads, writes that appear whole or not at all.
+// Files and folders: mapping, whole reads, writes that appear whole or not at all.
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
+#include <memory>
 #include <span>
 #include <string>
 #include <string_view>
-#include <utility>
 
 #include "base/error.h"
 
@@ -20,23 +21,26 @@ void write_text_file_atomically(const std::string& path, std::string_view text);
 // Flushes a folder's entries to disk, so that a rename in it survives a power cut.
 void fsync_folder(const std::string& folder);
 
+// Bytes that an unprivileged process can still write where `path` is or will be.
+int64_t free_disk_bytes(const std::string& path);
+
+// Errors (kUsage) if `folder` exists and is not an empty folder: nothing is written over.
+void check_output_is_new(const std::string& folder, std::string_view flag);
+
 // A whole file mapped read-only. An empty file gives an empty span.
 class MappedFile {
  public:
   explicit MappedFile(const std::string& path, ExitCode code = ExitCode::kBadInput);
-  ~MappedFile();
-  MappedFile(MappedFile&& other) noexcept;
-  MappedFile& operator=(MappedFile&& other) noexcept;
-  MappedFile(const MappedFile&) = delete;
-  MappedFile& operator=(const MappedFile&) = delete;
-
-  std::span<const std::byte> bytes() const { return {data_, size_}; }
+  std::span<const std::byte> bytes() const { return {data_.get(), data_.get_deleter().size}; }
   const std::string& path() const { return path_; }
 
  private:
+  struct Unmap {
+    size_t size;
+    void operator()(const std::byte* data) const;
+  };
   std::string path_;
-  const std::byte* data_ = nullptr;
-  size_t size_ = 0;
+  std::unique_ptr<const std::byte, Unmap> data_;
 };
 
 // A file open for writing at given offsets (pwrite); every short write and errno is an Error that
@@ -45,23 +49,46 @@ class OutputFile {
  public:
   // Creates the file, or with `existing` opens one without truncating it.
   explicit OutputFile(const std::string& path, bool existing = false);
-  ~OutputFile();
-  OutputFile(OutputFile&& other) noexcept;
-  OutputFile(const OutputFile&) = delete;
-  OutputFile& operator=(const OutputFile&) = delete;
-  OutputFile& operator=(OutputFile&&) = delete;
 
   void append(std::span<const std::byte> bytes);
+  void append(std::string_view text) { append(std::as_bytes(std::span(text))); }
   void write_at(int64_t offset, std::span<const std::byte> bytes);
   void truncate_to(int64_t size);
   int64_t size() const { return position_; }  // bytes appended so far
-  void sync();   // fsync
-  void close();  // reports what the destructor would have to swallow
+  void sync();                                // fsync
+  void close();                               // reports what the destructor would have to swallow
 
  private:
+  struct Close {
+    void operator()(std::FILE* file) const { std::fclose(file); }
+  };
+  void check(bool done, std::string_view what) const;
   std::string path_;
-  int descriptor_ = -1;
+  std::unique_ptr<std::FILE, Close> file_;
   int64_t position_ = 0;
+};
+
+// Where the contents of `folder` are written before they are complete: its sibling ".NAME.tmp".
+std::string staging_path(const std::string& folder);
+
+// The staging folder of `folder`, empty, made anew over any left by a process that was killed.
+// Removed by the destructor unless it was published. Errors (kDeviceFault) where the disk has not
+// `bytes_wanted` free, naming both numbers.
+class StagedFolder {
+ public:
+  StagedFolder(const std::string& folder, int64_t bytes_wanted);
+  ~StagedFolder();
+  StagedFolder(const StagedFolder&) = delete;
+  StagedFolder& operator=(const StagedFolder&) = delete;
+
+  const std::string& path() const { return path_; }
+  void write_text(const std::string& name, std::string_view text) const;
+  // Flushes the folder and renames it to its place. What was there before is exchanged for it in
+  // one step, then removed.
+  void publish();
+
+ private:
+  std::string folder_, path_;
 };
 
 }  // namespace marrow

@@ -1,10 +1,10 @@
 // Reading JSON with errors that name the file and the path of the value ("model.vocab").
 #pragma once
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -21,23 +21,16 @@ class Json {
                     ExitCode code = ExitCode::kBadInput);
   static Json read_file(const std::string& path, ExitCode code = ExitCode::kBadInput);
 
-  bool is_object() const;
   bool is_array() const;
   bool is_string() const;
   bool is_number() const;
-  bool is_integer() const;
-  bool is_bool() const;
   bool is_null() const;
 
-  bool has(std::string_view key) const;         // false also where this is no object
-  Json at(std::string_view key) const;          // error if missing
+  bool has(std::string_view key) const;  // false also where this is no object
+  Json at(std::string_view key) const;   // error if missing; searches from the start
   Json at(size_t index) const;
-  size_t size() const;                          // of an object or array
-  std::vector<std::string> keys() const;        // in file order
-  // Calls visit(key, value) for every member in file order: for objects of 100,000 members, where
-  // at(key), which searches, would be quadratic.
-  void for_each(const std::function<void(const std::string&, const Json&)>& visit) const;
-  // Key and value of each entry of an object, in file order; at() searches from the start.
+  size_t size() const;  // of an object or array
+  // Key and value of each member of an object, in file order.
   std::vector<std::pair<std::string, Json>> items() const;
 
   int64_t as_int() const;
@@ -52,7 +45,7 @@ class Json {
   bool bool_or(std::string_view key, bool fallback) const;
   std::string string_or(std::string_view key, const std::string& fallback) const;
 
-  const std::string& origin() const;              // the file it came from
+  const std::string& origin() const;                 // the file it came from
   const std::string& path() const { return path_; }  // "" for the whole document
   // An Error about this value: "FILE: PATH: what".
   [[noreturn]] void fail(const std::string& what, const Fix& fix) const;
@@ -61,33 +54,49 @@ class Json {
   struct Document;
   Json(std::shared_ptr<const Document> document, const void* node, std::string path)
       : document_(std::move(document)), node_(node), path_(std::move(path)) {}
+  void expect(bool fits, const char* wanted) const;
+  Json member(const std::string& key, const void* node) const;
   std::shared_ptr<const Document> document_;
   const void* node_;  // nlohmann node inside document_
   std::string path_;
 };
 
-// Writes JSON objects without a document: JsonWriter().field("a", 1).field("b", "x").text().
-// Doubles print so that they read back to the same bits; NaN and infinities become null.
-class JsonWriter {
- public:
-  JsonWriter& field(std::string_view key, int64_t value);
-  JsonWriter& field(std::string_view key, int value) { return field(key, int64_t{value}); }
-  JsonWriter& field(std::string_view key, double value);
-  JsonWriter& field(std::string_view key, bool value);
-  JsonWriter& field(std::string_view key, std::string_view value);
-  JsonWriter& field(std::string_view key, const char* value) {
-    return field(key, std::string_view(value));
-  }
-  JsonWriter& field(std::string_view key, const std::vector<double>& values);
-  JsonWriter& field(std::string_view key, const std::vector<int64_t>& values);
-  JsonWriter& raw(std::string_view key, std::string_view json);  // `json` is already JSON
-  std::string text() const { return "{" + body_ + "}"; }
-
- private:
-  std::string body_;
-};
-
 // Shortest decimal text that reads back to the same double; "null" for NaN and infinities.
 std::string json_number(double value);
+
+// JSON text of a bool, a number, a string or a list of such.
+template <typename T>
+std::string json_text(const T& value) {
+  if constexpr (std::is_same_v<T, bool>) {
+    return value ? "true" : "false";
+  } else if constexpr (std::is_integral_v<T>) {
+    return std::to_string(value);
+  } else if constexpr (std::is_floating_point_v<T>) {
+    return json_number(value);
+  } else if constexpr (std::is_convertible_v<const T&, std::string_view>) {
+    return json_quote(value);
+  } else {
+    std::string list;
+    for (const auto& item : value) list += (list.empty() ? "" : ", ") + json_text(item);
+    return "[" + list + "]";
+  }
+}
+
+// Writes JSON objects without a document: JsonWriter().field("a", 1).field("b", "x").text().
+class JsonWriter {
+ public:
+  template <typename T>
+  JsonWriter& field(std::string_view key, const T& value) {
+    return raw(key, json_text(value));
+  }
+  JsonWriter& raw(std::string_view key, std::string_view json);  // `json` is already JSON
+  std::string text() const { return "{" + joined(", ") + "}"; }
+  // One field a line, as the Hub's own files have it.
+  std::string lines() const { return "{\n  " + joined(",\n  ") + "\n}\n"; }
+
+ private:
+  std::string joined(std::string_view separator) const;
+  std::vector<std::string> fields_;
+};
 
 }  // namespace marrow

@@ -15,7 +15,7 @@ class Logger {
   Logger(const Logger&) = delete;
   Logger& operator=(const Logger&) = delete;
 
-  void open_file(const std::string& path);  // appends
+  void open_file(const std::string& path);        // appends
   void set_quiet(bool quiet) { quiet_ = quiet; }  // file only, warnings excepted
   void info(std::string_view line);
   void warn(std::string_view line);  // "warning: …"

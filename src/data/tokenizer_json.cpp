@@ -48,8 +48,8 @@ Fix unsupported() {
 
 // Every key of `object` must be one of `known`: an unknown one may change the tokens.
 void expect_keys(const Json& object, const std::vector<std::string_view>& known) {
-  for (const std::string& key : object.keys()) {
-    if (std::find(known.begin(), known.end(), key) == known.end()) refuse(object.at(key));
+  for (const auto& [key, value] : object.items()) {
+    if (std::find(known.begin(), known.end(), key) == known.end()) refuse(value);
   }
 }
 
@@ -160,7 +160,7 @@ void read_vocab(const Json& json, bool ignore_merges, TokenizerSpec& spec) {
   spec.vocab.reserve(json.size());
   spec.byte_ids.fill(-1);
   std::vector<bool> taken(limit);
-  json.for_each([&](const std::string& entry, const Json& value) {
+  for (const auto& [entry, value] : json.items()) {
     const auto index = static_cast<size_t>(value.as_int());
     if (index >= limit || taken[index]) {
       value.fail(
@@ -175,7 +175,7 @@ void read_vocab(const Json& json, bool ignore_merges, TokenizerSpec& spec) {
     set_text(id, bytes.value_or(entry), spec);
     if (bytes && bytes->size() == 1) spec.byte_ids[static_cast<uint8_t>((*bytes)[0])] = id;
     if (bytes && ignore_merges) spec.words.emplace(*bytes, id);
-  });
+  }
   const auto missing = std::find(spec.byte_ids.begin(), spec.byte_ids.end(), -1);
   if (missing != spec.byte_ids.end()) {
     json.fail(fmt::format("byte {:#04x} has no entry", missing - spec.byte_ids.begin()),

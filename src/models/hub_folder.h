@@ -22,13 +22,13 @@ bool is_bytes_tokenizer(const std::vector<SideFile>& files);
 
 // `config` with the fields of both styles of the Hub (rope_theta and rope_parameters, num_experts
 // and num_local_experts, torch_dtype and dtype) and the end-of-document id (< 0: left as it is).
-std::string hub_config(const Json& config, TensorDtype dtype, int64_t end_of_document);
+std::string hub_config(const Json& config, at::ScalarType dtype, int64_t end_of_document);
 
 struct HubExport {
-  std::string output;            // must not exist yet
-  const Json& config;            // the model's config.json
-  std::vector<HubTensor> model;  // without lm_head where embeddings are tied
-  TensorDtype dtype = TensorDtype::kF32;
+  std::string output;                 // must not exist yet
+  const Json& config;                 // the model's config.json
+  std::vector<HubTensor> model;       // without lm_head where embeddings are tied
+  at::ScalarType dtype = at::kFloat;  // or at::kBFloat16
   int64_t end_of_document = -1;
   std::vector<SideFile> tokenizer_files = {};
   std::string generation_config = {};  // text to start from, if any

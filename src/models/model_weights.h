@@ -1,8 +1,6 @@
 // The weights of one model in a folder of safetensors files, under whatever names the Hub uses.
 #pragma once
-#include "models/tensor_files.h"
-#include "ops/parameter_spec.h"
-#include "ops/pch.h"
+#include "models/safetensors.h"
 
 namespace marrow {
 
@@ -12,7 +10,7 @@ struct WeightRules {
 };
 
 // The tensors of a model, wherever a folder keeps them: one file, shards with an index, or a
-// checkpoint; names with another prefix than "model."; experts stacked as mlp.experts.gate_up_proj
+// checkpoint; experts stacked as mlp.experts.gate_up_proj
 // [E, 2I, H] and down_proj [E, H, I]; any float dtype.
 class ModelWeights {
  public:
@@ -22,25 +20,24 @@ class ModelWeights {
 
   // Copies elements [begin, begin + out.numel()) of a Hub tensor into `out` ([n], any device).
   void read(const HubTensor& tensor, int64_t begin, at::Tensor out) const;
+  // The whole tensor as `dtype` on the CPU, in parts of bounded size: visit(begin, part [n]).
+  void read_in_parts(const HubTensor& tensor, at::ScalarType dtype,
+                     const std::function<void(int64_t, const at::Tensor&)>& visit) const;
   const std::vector<std::string>& ignored() const { return ignored_; }  // under allow_unknown
-  const TensorFiles& files() const { return files_; }
 
  private:
   struct Source {
     std::string stored;  // name in the files
     int64_t offset = 0;  // elements before the tensor's first
   };
-  void find_prefix();
-  std::string stored_name(const std::string& name) const;
   std::optional<Source> find_source(const HubTensor& tensor) const;
   std::optional<Source> find_in_stack(const HubTensor& tensor) const;
   void check_all_used(const std::unordered_map<std::string, int64_t>& used,
                       const WeightRules& rules);
-  void check_tied_head(const std::string& head) const;
+  void check_tied_head() const;
 
   std::string folder_;
   TensorFiles files_;
-  std::string prefix_ = "model.";
   std::unordered_map<std::string, Source> sources_;
   std::vector<std::string> ignored_;
 };

@@ -2,7 +2,7 @@
 #pragma once
 #include <ATen/ATen.h>
 
-#include "models/parameter_spec.h"
+#include "ops/parameter_spec.h"
 
 namespace marrow {
 

@@ -2,6 +2,8 @@
 
 #include <filesystem>
 
+#include "ops/device.h"
+
 namespace marrow {
 namespace fs = std::filesystem;
 namespace {
@@ -9,16 +11,17 @@ namespace {
 constexpr const char* kTrainerState = "trainer_state.json";
 constexpr const char* kRouterState = "router_state.safetensors";
 
-std::string join(const std::string& folder, const std::string& name) {
-  return (fs::path(folder) / name).string();
+constexpr int64_t kAlignment = 64;
+
+int64_t aligned_bytes(const at::Tensor& values) {
+  return (static_cast<int64_t>(values.nbytes()) + kAlignment - 1) / kAlignment * kAlignment;
 }
 
 // A whole safetensors file in memory, for state of a few kilobytes.
 std::string small_file(const std::vector<NamedTensor>& tensors) {
-  std::vector<TensorDeclaration> declarations;
+  std::vector<StoredTensor> declarations;
   for (const NamedTensor& entry : tensors) {
-    declarations.push_back(
-        {entry.name, stored_dtype(entry.tensor.scalar_type()), entry.tensor.sizes().vec()});
+    declarations.push_back({{entry.name, entry.tensor.sizes().vec()}, entry.tensor.scalar_type()});
   }
   std::string text = layout_safetensors(kRouterState, declarations).header;
   for (const NamedTensor& entry : tensors) {
@@ -28,39 +31,11 @@ std::string small_file(const std::vector<NamedTensor>& tensors) {
   return text;
 }
 
-// MemAvailable of the kernel, or "plenty" where it does not say.
-int64_t available_host_bytes() {
-  const std::string text = read_text_file("/proc/meminfo", ExitCode::kDeviceFault);
-  const size_t at = text.find("MemAvailable:");
-  return at == std::string::npos ? INT64_MAX : std::atoll(text.c_str() + at + 13) * 1024;
-}
-
-std::vector<std::string> files_with_prefix(const std::string& folder, std::string_view prefix) {
-  std::vector<std::string> paths;
-  for (const auto& entry : fs::directory_iterator(folder)) {
-    const std::string name = entry.path().filename().string();
-    if (name.starts_with(prefix) && name.ends_with(".safetensors")) {
-      paths.push_back(entry.path().string());
-    }
-  }
-  std::sort(paths.begin(), paths.end());
-  return paths;
-}
-
-void check_values(const OwnedRange& range, const at::Tensor& values, std::string_view what) {
-  MARROW_CHECK(values.dim() == 1 && values.numel() == range.end - range.begin, ExitCode::kUsage,
-               Fix("this is a defect: owned ranges hold 1-D views of their length"),
-               "{} of {} has shape {} for the elements [{}, {})", what, range.tensor->name,
-               shape_text(values.sizes().vec()), range.begin, range.end);
-}
-
 }  // namespace
 
 CheckpointWriter::CheckpointWriter(CheckpointWriterOptions options,
                                    std::vector<CheckpointTensor> model, Logger& log)
-    : options_(std::move(options)), model_(std::move(model)), log_(log) {
-  for (const CheckpointTensor& entry : model_) by_name_.emplace(entry.tensor.name, &entry);
-}
+    : options_(std::move(options)), model_(std::move(model)), log_(log) {}
 
 CheckpointWriter::~CheckpointWriter() {
   try {
@@ -71,53 +46,26 @@ CheckpointWriter::~CheckpointWriter() {
 }
 
 void CheckpointWriter::finish() {
-  if (thread_.joinable()) thread_.join();
-  if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
+  if (pending_.valid()) pending_.get();
 }
 
 void CheckpointWriter::poll() {
-  if (!writing_) finish();
-}
-
-int64_t CheckpointWriter::host_bytes(const std::vector<OwnedRange>& ranges) {
-  int64_t bytes = 0;
-  for (const OwnedRange& range : ranges) {
-    for (const at::Tensor& values : {range.master, range.exp_avg, range.exp_avg_sq}) {
-      if (values.defined()) bytes += static_cast<int64_t>(values.nbytes() + 63) / 64 * 64;
-    }
-  }
-  return bytes;
+  const bool done =
+      pending_.valid() && pending_.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
+  if (done) finish();
 }
 
 std::vector<CheckpointWriter::Piece> CheckpointWriter::pieces_of(
-    const std::vector<OwnedRange>& ranges) const {
-  const at::ScalarType state =
-      options_.state_dtype == TensorDtype::kBF16 ? at::kBFloat16 : at::kFloat;
+    const std::vector<OwnedRange>& ranges) {
   std::vector<Piece> pieces;
   for (const OwnedRange& range : ranges) {
-    const std::string& name = range.tensor->name;
-    const auto known = by_name_.find(name);
-    MARROW_CHECK(known != by_name_.end(), ExitCode::kUsage,
-                 Fix("this is a defect: list the tensor in checkpoint_tensors"),
-                 "tensor {} is not among the model's", name);
-    const auto add = [&](const at::Tensor& values, const char* suffix, at::ScalarType dtype) {
-      check_values(range, values, *suffix == 0 ? "master" : suffix + 1);
-      MARROW_CHECK(values.scalar_type() == dtype, ExitCode::kUsage,
-                   Fix("this is a defect: masters are fp32, states of optimizer.state_dtype"),
-                   "{}{} is {}, but is saved as {}", name, suffix,
-                   at::toString(values.scalar_type()), at::toString(dtype));
-      pieces.push_back({name + suffix, range.begin, values.detach()});
+    const auto add = [&](const at::Tensor& values, const char* suffix) {
+      if (!values.defined()) return;
+      pieces.push_back({range.tensor->name + suffix, range.begin, values.detach()});
     };
-    const auto add_state = [&](const at::Tensor& values, const char* suffix, bool wanted) {
-      MARROW_CHECK(values.defined() == wanted, ExitCode::kUsage,
-                   Fix("this is a defect: checkpoint_tensors and the optimizer disagree"),
-                   "{}{} is {}, but the checkpoint {} it", name, suffix,
-                   values.defined() ? "given" : "undefined", wanted ? "needs" : "has no place for");
-      if (wanted) add(values, suffix, state);
-    };
-    add(range.master, "", at::kFloat);
-    add_state(range.exp_avg, ".exp_avg", known->second->exp_avg);
-    add_state(range.exp_avg_sq, ".exp_avg_sq", known->second->exp_avg_sq);
+    add(range.master, "");
+    add(range.exp_avg, ".exp_avg");
+    add(range.exp_avg_sq, ".exp_avg_sq");
   }
   return pieces;
 }
@@ -127,11 +75,11 @@ bool CheckpointWriter::copy_to_host(std::vector<Piece>& pieces) {
   int64_t bytes = 0;
   const Piece* last_on_device = nullptr;
   for (const Piece& piece : pieces) {
-    bytes += static_cast<int64_t>(piece.values.nbytes() + 63) / 64 * 64;
+    bytes += aligned_bytes(piece.values);
     if (!piece.values.is_cpu()) last_on_device = &piece;
   }
   if (!host_.defined() || host_.numel() < bytes) {
-    const int64_t available = available_host_bytes() / options_.ranks_on_host;
+    const int64_t available = available_memory_bytes(at::kCPU) / options_.ranks_on_host;
     if (bytes > available / 10 * 9) {
       log_.info(
           fmt::format("saving synchronously: a copy takes {} bytes of host memory, of which "
@@ -144,12 +92,12 @@ bool CheckpointWriter::copy_to_host(std::vector<Piece>& pieces) {
   }
   int64_t position = 0;
   for (Piece& piece : pieces) {
-    const int64_t size = static_cast<int64_t>(piece.values.nbytes());
-    const at::Tensor copy = host_.narrow(0, position, size).view(piece.values.scalar_type());
+    const at::Tensor copy = host_.narrow(0, position, static_cast<int64_t>(piece.values.nbytes()))
+                                .view(piece.values.scalar_type());
+    position += aligned_bytes(piece.values);
     // Copies of one stream are done in order: the last one blocks, and so waits for all.
     copy.copy_(piece.values, /*non_blocking=*/&piece != last_on_device);
     piece.values = copy;
-    position += (size + 63) / 64 * 64;
   }
   return true;
 }
@@ -163,35 +111,18 @@ void CheckpointWriter::save(const CheckpointContent& content) {
     side_files.push_back({kRouterState, small_file(content.router_state)});
   }
   if (!options_.async || !copy_to_host(pieces)) {
-    write(pieces, content.state, side_files);
+    write(pieces, content.state.step, side_files);
     return;
   }
-  writing_ = true;
-  thread_ = std::thread([this, pieces = std::move(pieces), state = content.state,
-                         side_files = std::move(side_files)] {
-    try {
-      write(pieces, state, side_files);
-    } catch (...) {
-      failure_ = std::current_exception();
-    }
-    writing_ = false;
-  });
+  pending_ = std::async(std::launch::async,
+                        [this, pieces = std::move(pieces), step = content.state.step,
+                         side_files = std::move(side_files)] { write(pieces, step, side_files); });
 }
 
-void CheckpointWriter::write(const std::vector<Piece>& pieces, const TrainerState& state,
-                             const std::vector<SideFile>& side_files) {
-  CheckpointFiles files(step_folder(options_.dir, state.step), model_, options_.state_dtype,
+void CheckpointWriter::write(const std::vector<Piece>& pieces, int64_t step,
+                             const std::vector<SideFile>& side_files) try {
+  CheckpointFiles files(step_folder(options_.dir, step), model_, options_.state_dtype,
                         options_.max_shard_bytes);
-  try {
-    write_steps(files, pieces, side_files);
-  } catch (Error& error) {
-    files.remove_staging();
-    throw error.add_who(fmt::format("saving {}", files.folder()));
-  }
-}
-
-void CheckpointWriter::write_steps(CheckpointFiles& files, const std::vector<Piece>& pieces,
-                                   const std::vector<SideFile>& side_files) {
   const bool first = options_.rank == 0;
   if (first) {
     remove_stale_staging(options_.dir);
@@ -206,21 +137,22 @@ void CheckpointWriter::write_steps(CheckpointFiles& files, const std::vector<Pie
     remove_old_checkpoints(options_.dir, options_.keep, files.folder());
   }
   options_.barrier();
+} catch (Error& error) {
+  throw error.add_who("saving " + step_folder(options_.dir, step));
 }
 
 Checkpoint::Checkpoint(const std::string& folder)
     : folder_(folder),
       state_((check_complete(folder),
-              parse_trainer_state(Json::read_file(join(folder, kTrainerState))))),
-      config_(Json::read_file(join(folder, "config.json"))) {
-  TensorFiles headers_are_sound(files_with_prefix(folder, ""));
+              parse_trainer_state(Json::read_file(folder + "/" + kTrainerState)))),
+      config_(Json::read_file(folder + "/config.json")) {
+  TensorFiles headers_are_sound(tensor_paths(folder, ""));
 }
 
 void Checkpoint::load_weights(const std::vector<HubTensor>& model, bool tied_embeddings,
                               const std::vector<OwnedRange>& ranges) const {
   const ModelWeights weights(folder_, model, {.tied_embeddings = tied_embeddings});
   for (const OwnedRange& range : ranges) {
-    check_values(range, range.master, "master");
     weights.read(*range.tensor, range.begin, range.master);
   }
 }
@@ -229,7 +161,7 @@ void Checkpoint::load_optimizer(const std::vector<OwnedRange>& ranges) const {
   MARROW_CHECK(state_.optimizer != "none", ExitCode::kUsage,
                Fix("start a new run from it: set model.init_from to this folder"),
                "checkpoint {} holds no optimizer state to resume from", folder_);
-  const TensorFiles files(files_with_prefix(folder_, "optimizer-"));
+  const TensorFiles files(tensor_paths(folder_, "optimizer-"));
   for (const OwnedRange& range : ranges) {
     const auto load = [&](const at::Tensor& values, const char* suffix) {
       const std::string name = range.tensor->name + suffix;
@@ -240,15 +172,13 @@ void Checkpoint::load_optimizer(const std::vector<OwnedRange>& ranges) const {
                    stored != nullptr ? "present" : "missing",
                    values.defined() ? "needs it" : "has no place for it");
       if (stored == nullptr) return;
-      MARROW_CHECK(stored->shape == range.tensor->shape, ExitCode::kBadInput,
-                   Fix("check that the checkpoint belongs to this model"),
-                   "{}: tensor {} is {} in the checkpoint, but {} in the model", folder_, name,
-                   shape_text(stored->shape), shape_text(range.tensor->shape));
-      MARROW_CHECK(scalar_type(*stored) == values.scalar_type(), ExitCode::kBadInput,
-                   Fix("use the optimizer.state_dtype that the checkpoint was saved with"),
-                   "{}: tensor {} is {} in the checkpoint, but {} in the run", folder_, name,
-                   dtype_name(stored->dtype), at::toString(values.scalar_type()));
-      check_values(range, values, suffix + 1);
+      const bool fits =
+          stored->shape == range.tensor->shape && stored->dtype == values.scalar_type();
+      MARROW_CHECK(fits, ExitCode::kBadInput,
+                   Fix("use the model and the optimizer.state_dtype of the checkpoint"),
+                   "{}: tensor {} is {} {} in the checkpoint, but {} {} in the run", folder_, name,
+                   dtype_name(stored->dtype), shape_text(stored->shape),
+                   at::toString(values.scalar_type()), shape_text(range.tensor->shape));
       files.read(name, range.begin, values);
     };
     load(range.exp_avg, ".exp_avg");
@@ -257,7 +187,7 @@ void Checkpoint::load_optimizer(const std::vector<OwnedRange>& ranges) const {
 }
 
 std::vector<NamedTensor> Checkpoint::router_state() const {
-  const std::string path = join(folder_, kRouterState);
+  const std::string path = folder_ + "/" + kRouterState;
   if (!fs::exists(path)) return {};
   const TensorFiles files({path});
   std::vector<NamedTensor> tensors;
@@ -277,14 +207,14 @@ std::optional<Checkpoint> newest_checkpoint(const std::string& dir, Logger& log)
 }
 
 bool is_checkpoint_path(const std::string& path) {
-  return fs::exists(join(path, kCompleteMarker)) || fs::exists(join(path, kTrainerState)) ||
-         !step_folders(path).empty() || !step_folders(join(path, "checkpoints")).empty();
+  return fs::exists(path + "/" + kTrainerState) || !step_folders(path).empty() ||
+         !step_folders(path + "/checkpoints").empty();
 }
 
 Checkpoint open_checkpoint(const std::string& path, Logger& log) {
   MARROW_CHECK(fs::is_directory(path), ExitCode::kUsage, Fix("check the path"),
                "{} is no folder, so no checkpoint", path);
-  for (const std::string& dir : {path, join(path, "checkpoints")}) {
+  for (const std::string& dir : {path, path + "/checkpoints"}) {
     if (step_folders(dir).empty()) continue;
     std::optional<Checkpoint> newest = newest_checkpoint(dir, log);
     MARROW_CHECK(newest.has_value(), ExitCode::kBadInput, Fix("train anew: none can be used"),

@@ -2,8 +2,7 @@
 // masters under the Hub's names), optimizer-*.safetensors, trainer_state.json,
 // router_state.safetensors, config.json, run.toml, tokenizer files and the marker COMPLETE.
 #pragma once
-#include <atomic>
-#include <thread>
+#include <future>
 
 #include "base/log.h"
 #include "parallel/owned_range.h"
@@ -30,8 +29,8 @@ struct CheckpointWriterOptions {
   int64_t keep = 2;  // newest complete ones; 0 = all
   bool async = true;
   int64_t rank = 0, ranks = 1;
-  int64_t ranks_on_host = 1;                    // they share the memory for asynchronous copies
-  TensorDtype state_dtype = TensorDtype::kF32;  // of the optimizer state: kF32 or kBF16
+  int64_t ranks_on_host = 1;                // they share the memory for asynchronous copies
+  at::ScalarType state_dtype = at::kFloat;  // of the optimizer state, or kBFloat16
   int64_t max_shard_bytes = 5'000'000'000;
   // Returns once all ranks have called it. With `async` it runs on the writing thread, so it must
   // not use a communicator that the training thread uses.
@@ -54,8 +53,6 @@ class CheckpointWriter {
   void save(const CheckpointContent& content);
   void poll();    // throws the error of a save in the background, if it has failed by now
   void finish();  // waits for the save in the background and throws its error
-  // Host bytes of an asynchronous save of `ranges`.
-  static int64_t host_bytes(const std::vector<OwnedRange>& ranges);
 
  private:
   struct Piece {
@@ -63,21 +60,16 @@ class CheckpointWriter {
     int64_t begin = 0;
     at::Tensor values;
   };
-  std::vector<Piece> pieces_of(const std::vector<OwnedRange>& ranges) const;
+  static std::vector<Piece> pieces_of(const std::vector<OwnedRange>& ranges);
   bool copy_to_host(std::vector<Piece>& pieces);
-  void write(const std::vector<Piece>& pieces, const TrainerState& state,
+  void write(const std::vector<Piece>& pieces, int64_t step,
              const std::vector<SideFile>& side_files);
-  void write_steps(CheckpointFiles& files, const std::vector<Piece>& pieces,
-                   const std::vector<SideFile>& side_files);
 
   CheckpointWriterOptions options_;
   std::vector<CheckpointTensor> model_;
-  std::unordered_map<std::string, const CheckpointTensor*> by_name_;
   Logger& log_;
-  at::Tensor host_;  // bytes, kept between saves: pinning memory is slow
-  std::thread thread_;
-  std::atomic<bool> writing_ = false;
-  std::exception_ptr failure_;
+  at::Tensor host_;            // bytes, kept between saves: pinning memory is slow
+  std::future<void> pending_;  // the save in the background
 };
 
 // A complete checkpoint, open for reading.

@@ -1,5 +1,6 @@
 #include "train/checkpoint_files.h"
 
+#include <cinttypes>
 #include <filesystem>
 
 namespace marrow {
@@ -7,11 +8,8 @@ namespace fs = std::filesystem;
 namespace {
 
 constexpr int64_t kWriteElements = int64_t{1} << 26;
-constexpr std::string_view kStepPrefix = "step-";
 
 std::string written_note(int64_t rank) { return fmt::format("rank-{:05}.written", rank); }
-
-std::string file_name(const std::string& path) { return fs::path(path).filename().string(); }
 
 // JSON with the size of every file of the folder.
 std::string marker_text(const std::string& folder) {
@@ -55,22 +53,21 @@ std::vector<CheckpointTensor> checkpoint_tensors(const std::vector<ParameterSpec
 }
 
 CheckpointFiles::CheckpointFiles(std::string folder, const std::vector<CheckpointTensor>& tensors,
-                                 TensorDtype state_dtype, int64_t max_shard_bytes)
+                                 at::ScalarType state_dtype, int64_t max_shard_bytes)
     : folder_(std::move(folder)) {
-  std::vector<TensorDeclaration> masters, states;
+  std::vector<StoredTensor> masters, states;
   for (const CheckpointTensor& entry : tensors) {
     const HubTensor& tensor = entry.tensor;
-    masters.push_back({tensor.name, TensorDtype::kF32, tensor.shape});
-    if (entry.exp_avg) states.push_back({tensor.name + ".exp_avg", state_dtype, tensor.shape});
+    masters.push_back({tensor, at::kFloat});
+    if (entry.exp_avg) states.push_back({{tensor.name + ".exp_avg", tensor.shape}, state_dtype});
     if (entry.exp_avg_sq) {
-      states.push_back({tensor.name + ".exp_avg_sq", state_dtype, tensor.shape});
+      states.push_back({{tensor.name + ".exp_avg_sq", tensor.shape}, state_dtype});
     }
   }
   layouts_ = layout_shards("model", masters, max_shard_bytes);
   for (auto& layout : layout_shards("optimizer", states, max_shard_bytes)) {
     layouts_.push_back(std::move(layout));
   }
-  open_.resize(layouts_.size());
   for (size_t i = 0; i < layouts_.size(); ++i) {
     for (const StoredTensor& tensor : layouts_[i].tensors) {
       places_.emplace(tensor.name, Place{i, &tensor});
@@ -79,23 +76,14 @@ CheckpointFiles::CheckpointFiles(std::string folder, const std::vector<Checkpoin
   }
 }
 
-std::string CheckpointFiles::staged(const std::string& name) const {
-  return (fs::path(staging_path(folder_)) / name).string();
-}
-
 void CheckpointFiles::create() {
-  staging_ = std::make_unique<StagedFolder>(folder_, tensor_bytes_);
+  staging_.emplace(folder_, tensor_bytes_);
   for (const SafetensorsLayout& layout : layouts_) {
     OutputFile file(staged(layout.file_name));
-    file.append(std::as_bytes(std::span(layout.header.data(), layout.header.size())));
+    file.append(layout.header);
     file.truncate_to(layout.file_bytes);
     file.close();
   }
-}
-
-OutputFile& CheckpointFiles::open_file(size_t index) {
-  if (!open_[index]) open_[index].emplace(staged(layouts_[index].file_name), true);
-  return *open_[index];
 }
 
 void CheckpointFiles::write(const std::string& name, int64_t begin, const at::Tensor& values) {
@@ -103,36 +91,31 @@ void CheckpointFiles::write(const std::string& name, int64_t begin, const at::Te
   MARROW_CHECK(found != places_.end(), ExitCode::kUsage,
                Fix("this is a defect: list the tensor in checkpoint_tensors"),
                "the checkpoint has no place for {}", name);
-  const StoredTensor& tensor = *found->second.tensor;
-  MARROW_CHECK(begin >= 0 && begin + values.numel() <= tensor.elements(), ExitCode::kUsage,
-               Fix("this is a defect: check the owned ranges"),
-               "elements [{}, {}) of {} {} were given", begin, begin + values.numel(), name,
-               shape_text(tensor.shape));
-  const at::ScalarType dtype = scalar_type(tensor);
-  const bool direct = values.is_cpu() && values.scalar_type() == dtype && values.is_contiguous();
-  const int64_t width = byte_width(tensor.dtype);
+  const auto& [file, tensor] = found->second;
+  MARROW_CHECK(values.dim() == 1 && begin >= 0 && begin + values.numel() <= tensor->elements() &&
+                   values.scalar_type() == tensor->dtype,
+               ExitCode::kUsage, Fix("this is a defect: check the owned ranges and their dtypes"),
+               "{} at element {} does not fit {} {} {}",
+               fmt::format("{} {}", at::toString(values.scalar_type()), shape_text(values.sizes())),
+               begin, name, dtype_name(tensor->dtype), shape_text(tensor->shape));
+  const int64_t width = static_cast<int64_t>(at::elementSize(tensor->dtype));
+  OutputFile& output =
+      open_.try_emplace(file, staged(layouts_[file].file_name), /*existing=*/true).first->second;
   for (int64_t done = 0; done < values.numel(); done += kWriteElements) {
     const int64_t n = std::min(kWriteElements, values.numel() - done);
-    at::Tensor part = values.narrow(0, done, n);
-    if (!direct) {
-      if (!buffer_.defined()) buffer_ = at::empty({kWriteElements * 4}, at::kByte);
-      part = buffer_.narrow(0, 0, n * width).view(dtype).copy_(part);
-    }
-    open_file(found->second.file)
-        .write_at(
-            tensor.begin + (begin + done) * width,
-            {static_cast<const std::byte*>(part.const_data_ptr()), static_cast<size_t>(n * width)});
+    const at::Tensor part = values.narrow(0, done, n).cpu().contiguous();
+    output.write_at(tensor->begin + (begin + done) * width,
+                    {static_cast<const std::byte*>(part.const_data_ptr()), part.nbytes()});
   }
   written_bytes_ += values.numel() * width;
 }
 
 void CheckpointFiles::finish_writing(int64_t rank) {
-  for (std::optional<OutputFile>& file : open_) {
-    if (!file) continue;
-    file->sync();
-    file->close();
-    file.reset();
+  for (auto& [index, file] : open_) {
+    file.sync();
+    file.close();
   }
+  open_.clear();
   write_text_file_atomically(staged(written_note(rank)), fmt::format("{}", written_bytes_));
 }
 
@@ -160,17 +143,12 @@ void CheckpointFiles::publish(const std::vector<SideFile>& side_files, int64_t r
   staging_->publish();
   staging_.reset();
   if (!replaces) {
-    write_text_file_atomically((fs::path(folder_) / kCompleteMarker).string(), marker);
+    write_text_file_atomically(folder_ + "/" + kCompleteMarker, marker);
   }
 }
 
-void CheckpointFiles::remove_staging() const {
-  std::error_code ignored;
-  fs::remove_all(staging_path(folder_), ignored);
-}
-
 std::string step_folder(const std::string& dir, int64_t step) {
-  return (fs::path(dir) / fmt::format("{}{:08}", kStepPrefix, step)).string();
+  return (fs::path(dir) / fmt::format("step-{:08}", step)).string();
 }
 
 std::vector<std::string> step_folders(const std::string& dir) {
@@ -178,11 +156,9 @@ std::vector<std::string> step_folders(const std::string& dir) {
   if (!fs::is_directory(dir)) return {};
   for (const auto& entry : fs::directory_iterator(dir)) {
     const std::string name = entry.path().filename().string();
-    if (!name.starts_with(kStepPrefix) || !entry.is_directory()) continue;
-    const std::string digits = name.substr(kStepPrefix.size());
-    const bool number = !digits.empty() && digits.size() < 18 &&
-                        digits.find_first_not_of("0123456789") == std::string::npos;
-    if (number) found.emplace_back(std::stoll(digits), entry.path().string());
+    int64_t step = 0;
+    if (std::sscanf(name.c_str(), "step-%" SCNd64, &step) != 1) continue;
+    if (step_folder(dir, step) == entry.path()) found.emplace_back(step, entry.path());
   }
   std::sort(found.rbegin(), found.rend());
   std::vector<std::string> folders;
@@ -197,11 +173,8 @@ void check_complete(const std::string& folder) {
                "{} is no complete checkpoint: it has no file {}", folder, kCompleteMarker);
   for (const auto& [name, size] : Json::read_file(marker).at("files").items()) {
     const fs::path path = fs::path(folder) / name;
-    MARROW_CHECK(fs::exists(path), ExitCode::kBadInput,
-                 Fix("use another checkpoint; this one is damaged"),
-                 "checkpoint {} is damaged: file {} is missing", folder, name);
-    const int64_t actual = static_cast<int64_t>(fs::file_size(path));
-    MARROW_CHECK(actual == size.as_int(), ExitCode::kBadInput,
+    const int64_t actual = fs::exists(path) ? static_cast<int64_t>(fs::file_size(path)) : 0;
+    MARROW_CHECK(fs::exists(path) && actual == size.as_int(), ExitCode::kBadInput,
                  Fix("use another checkpoint; this one is damaged"),
                  "checkpoint {} is damaged: {} has {} bytes, but was saved with {}", folder, name,
                  actual, size.as_int());
@@ -211,7 +184,7 @@ void check_complete(const std::string& folder) {
 void remove_old_checkpoints(const std::string& dir, int64_t keep, const std::string& saved) {
   int64_t complete = 1;  // `saved`, which counts even where folders of higher steps exist
   for (const std::string& folder : step_folders(dir)) {
-    if (file_name(folder) == file_name(saved)) continue;
+    if (fs::path(folder).filename() == fs::path(saved).filename()) continue;
     const bool unmarked = !fs::exists(fs::path(folder) / kCompleteMarker);
     const bool surplus = keep > 0 && complete >= keep;
     if (unmarked || surplus) {
@@ -224,12 +197,11 @@ void remove_old_checkpoints(const std::string& dir, int64_t keep, const std::str
 
 void remove_stale_staging(const std::string& dir) {
   if (!fs::is_directory(dir)) return;
+  std::error_code ignored;
   for (const auto& entry : fs::directory_iterator(dir)) {
     const std::string name = entry.path().filename().string();
-    if (name.starts_with(fmt::format(".{}", kStepPrefix)) && name.ends_with(".tmp")) {
-      std::error_code ignored;
-      fs::remove_all(entry.path(), ignored);
-    }
+    const bool staging = name.starts_with(".step-") && name.ends_with(".tmp");
+    if (staging) fs::remove_all(entry.path(), ignored);
   }
 }
 

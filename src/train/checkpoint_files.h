@@ -1,8 +1,5 @@
 // The files of one checkpoint folder: what they are, and how several ranks write parts of them.
 #pragma once
-#include "base/json.h"
-#include "base/safetensors.h"
-#include "base/staged_folder.h"
 #include "models/hub_folder.h"
 #include "ops/parameter_spec.h"
 #include "ops/pch.h"
@@ -27,41 +24,38 @@ inline constexpr const char* kCompleteMarker = "COMPLETE";
 // NAME.exp_avg_sq). Files, headers and offsets are a pure function of `tensors`, so what is written
 // does not depend on who writes it. The steps, with a barrier after each:
 //   rank 0: create()   all ranks: write(), finish_writing(rank)   rank 0: publish()
+// Where rank 0 does not come to publish(), its destructor removes what was written.
 class CheckpointFiles {
  public:
-  // `folder` is the checkpoint's final path. `state_dtype` kBF16 or kF32.
+  // `folder` is the checkpoint's final path. `state_dtype`: kBFloat16 or kFloat.
   CheckpointFiles(std::string folder, const std::vector<CheckpointTensor>& tensors,
-                  TensorDtype state_dtype, int64_t max_shard_bytes = 5'000'000'000);
+                  at::ScalarType state_dtype, int64_t max_shard_bytes = 5'000'000'000);
 
   void create();  // the staging folder with every file at its final size
-  // Elements [begin, begin + values.numel()) of "NAME", "NAME.exp_avg" or "NAME.exp_avg_sq".
-  // values [n], any device.
+  // Elements [begin, begin + values.numel()) of "NAME", "NAME.exp_avg" or "NAME.exp_avg_sq", in
+  // the dtype that is saved. values [n], any device.
   void write(const std::string& name, int64_t begin, const at::Tensor& values);
   void finish_writing(int64_t rank);  // flushes what this rank wrote, notes how much
   // Checks that all bytes were written by ranks 0..ranks-1, flushes, renames, marks as complete.
   void publish(const std::vector<SideFile>& side_files, int64_t ranks);
 
   const std::string& folder() const { return folder_; }
-  int64_t tensor_bytes() const { return tensor_bytes_; }
-  void remove_staging() const;  // after a failure
 
  private:
   struct Place {
     size_t file = 0;
     const StoredTensor* tensor = nullptr;
   };
-  OutputFile& open_file(size_t index);
-  std::string staged(const std::string& name) const;
+  std::string staged(const std::string& name) const { return staging_path(folder_) + "/" + name; }
   void check_all_written(int64_t ranks) const;
 
   std::string folder_;
   std::vector<SafetensorsLayout> layouts_;
   std::unordered_map<std::string_view, Place> places_;
-  std::vector<std::optional<OutputFile>> open_;
-  std::unique_ptr<StagedFolder> staging_;  // rank 0's
-  at::Tensor buffer_;                      // bounded staging memory for tensors of a device
-  int64_t tensor_bytes_ = 0;               // of all tensors
-  int64_t written_bytes_ = 0;              // by this rank
+  std::map<size_t, OutputFile> open_;    // by index in layouts_
+  std::optional<StagedFolder> staging_;  // rank 0's
+  int64_t tensor_bytes_ = 0;             // of all tensors
+  int64_t written_bytes_ = 0;            // by this rank
 };
 
 // "DIR/step-00000100"

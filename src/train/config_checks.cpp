@@ -1,8 +1,9 @@
+// What must hold between the keys of a run config.
 #include "ops/pch.h"
 
-#include "train/config_checks.h"
-
 #include <filesystem>
+
+#include "train/pretrain_config.h"
 
 namespace marrow {
 namespace {

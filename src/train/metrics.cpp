@@ -28,14 +28,31 @@ std::string lines_up_to(const std::string& path, int64_t step) {
   if (!std::filesystem::exists(path)) return "";
   const std::string text = read_text_file(path);
   std::string kept;
-  for (size_t start = 0; start < text.size();) {
-    const size_t end = text.find('\n', start);
-    if (end == std::string::npos) break;
+  for (size_t start = 0, end; (end = text.find('\n', start)) != std::string::npos;
+       start = end + 1) {
     const std::string line = text.substr(start, end - start + 1);
     if (Json::parse(line, path).at("step").as_int() <= step) kept += line;
-    start = end + 1;
   }
   return kept;
+}
+
+// Calls visit(group, name, value) for every field of a line, in its order. TensorBoard shows the
+// groups apart; those of no group it does not show.
+template <typename Visit>
+void each_field(const StepMetrics& m, Visit visit) {
+  visit("", "step", m.step);
+  visit("train/", "loss", m.loss);
+  visit("train/", "balance_loss", m.balance_loss);
+  visit("train/", "balance_loss_per_layer", m.balance_loss_per_layer);
+  visit("train/", "grad_norm", m.grad_norm);
+  visit("train/", "lr", m.lr);
+  visit("speed/", "tokens", m.tokens);
+  visit("speed/", "step_seconds", m.step_seconds);
+  visit("speed/", "tokens_per_second", m.tokens_per_second);
+  visit("speed/", "tflops_per_gpu", m.tflops_per_gpu);
+  visit("speed/", "mfu", m.mfu);
+  visit("speed/", "peak_memory_bytes", m.peak_memory_bytes);
+  visit("train/", "expert_load_max_over_mean", m.expert_load_max_over_mean);
 }
 
 }  // namespace
@@ -49,22 +66,10 @@ std::string console_line(const StepMetrics& m, int64_t steps) {
   return line + "  eta " + short_time(static_cast<double>(steps - m.step) * m.step_seconds);
 }
 
-std::string metrics_json(const StepMetrics& m) {
-  return JsonWriter()
-      .field("step", m.step)
-      .field("loss", m.loss)
-      .field("balance_loss", m.balance_loss)
-      .field("balance_loss_per_layer", m.balance_loss_per_layer)
-      .field("grad_norm", m.grad_norm)
-      .field("lr", m.lr)
-      .field("tokens", m.tokens)
-      .field("step_seconds", m.step_seconds)
-      .field("tokens_per_second", m.tokens_per_second)
-      .field("tflops_per_gpu", m.tflops_per_gpu)
-      .field("mfu", m.mfu)
-      .field("peak_memory_bytes", m.peak_memory_bytes)
-      .field("expert_load_max_over_mean", m.expert_load_max_over_mean)
-      .text();
+std::string metrics_json(const StepMetrics& metrics) {
+  JsonWriter json;
+  each_field(metrics, [&](auto, const char* name, const auto& value) { json.field(name, value); });
+  return json.text();
 }
 
 MetricsWriter::MetricsWriter(const std::string& dir, int64_t resumed_step)
@@ -86,22 +91,17 @@ void MetricsWriter::append(const std::string& line) {
 
 void MetricsWriter::write(const StepMetrics& m) {
   append(metrics_json(m));
-  std::vector<TensorboardScalar> scalars = {
-      {"train/loss", m.loss},
-      {"train/balance_loss", m.balance_loss},
-      {"train/grad_norm", m.grad_norm},
-      {"train/lr", m.lr},
-      {"train/expert_load_max_over_mean", m.expert_load_max_over_mean},
-      {"speed/tokens", static_cast<double>(m.tokens)},
-      {"speed/step_seconds", m.step_seconds},
-      {"speed/tokens_per_second", m.tokens_per_second},
-      {"speed/tflops_per_gpu", m.tflops_per_gpu},
-      {"speed/peak_memory_bytes", static_cast<double>(m.peak_memory_bytes)}};
-  if (std::isfinite(m.mfu)) scalars.push_back({"speed/mfu", m.mfu});
-  for (size_t layer = 0; layer < m.balance_loss_per_layer.size(); ++layer) {
-    scalars.push_back(
-        {fmt::format("balance_loss/layer_{:02}", layer), m.balance_loss_per_layer[layer]});
-  }
+  std::vector<TensorboardScalar> scalars;
+  each_field(m, [&](const std::string& group, const char* name, const auto& value) {
+    if constexpr (std::is_arithmetic_v<std::decay_t<decltype(value)>>) {
+      const double number = static_cast<double>(value);
+      if (!group.empty() && std::isfinite(number)) scalars.push_back({group + name, number});
+    } else {
+      for (size_t layer = 0; layer < value.size(); ++layer) {
+        scalars.push_back({fmt::format("balance_loss/layer_{:02}", layer), value[layer]});
+      }
+    }
+  });
   tensorboard_.write(m.step, scalars);
 }
 

@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "base/files.h"
-#include "train/tensorboard.h"
 
 namespace marrow {
 
@@ -31,6 +30,26 @@ std::string console_line(const StepMetrics& metrics, int64_t steps);
 
 // One line of metrics.jsonl, without the newline. Numbers read back to the same bits.
 std::string metrics_json(const StepMetrics& metrics);
+
+struct TensorboardScalar {
+  std::string tag;
+  double value = 0;  // stored as a 32-bit float
+};
+
+// Event files: TFRecord frames around protobuf messages, both written by hand.
+class TensorboardWriter {
+ public:
+  // Creates a new event file in `dir`. Readers forget what older files hold after `resumed_step`.
+  TensorboardWriter(const std::string& dir, int64_t resumed_step);
+  void write(int64_t step, const std::vector<TensorboardScalar>& scalars);
+
+ private:
+  void append_record(const std::string& event);
+  OutputFile file_;
+};
+
+// CRC-32C (Castagnoli) of `bytes`, for tests of the framing.
+uint32_t crc32c(std::string_view bytes);
 
 // Appends to DIR/metrics.jsonl and DIR/tensorboard/; each line is on its way to the disk when the
 // call returns.

@@ -2,45 +2,103 @@
 
 #include "train/pretrain_config.h"
 
+#define TOML_HEADER_ONLY 1
 #include <fmt/ranges.h>
+#include <toml++/toml.h>
 
-#include <algorithm>
 #include <bit>
-#include <cmath>
 #include <filesystem>
-#include <functional>
-#include <map>
 
 #include "base/files.h"
 #include "base/json.h"
-#include "base/toml.h"
-#include "train/config_checks.h"
 
 namespace marrow {
 namespace {
 
-// One key of the run config, bound to a member of one PretrainConfig.
-struct Key {
-  std::string name;   // "train.steps"
-  std::string valid;  // "an integer from 1"
-  std::string help;
-  std::function<void(const TomlValue&)> read;
-  std::function<std::string()> write;  // TOML; "" where there is nothing to write
-  bool required = false;
-};
-
-[[noreturn]] void fail_value(const TomlValue& value, const std::string& name,
-                             const std::string& found, const std::string& valid) {
-  MARROW_THROW(ExitCode::kUsage, Fix(fmt::format("set {} to {}", name, valid)),
-               "{}: {} is {}, not {}", value.where, name, found, valid);
+// "run.toml:3:9", or "--set train.steps": where a key or value stands.
+std::string place(const toml::source_region& source) {
+  if (source.path->starts_with("--set")) return *source.path;
+  return fmt::format("{}:{}:{}", *source.path, source.begin.line, source.begin.column);
 }
 
-int64_t checked_integer(const TomlValue& value, const std::string& name, int64_t min, int64_t max,
-                        const std::string& valid) {
-  if (value.kind != TomlValue::Kind::kInteger || value.integer < min || value.integer > max) {
-    fail_value(value, name, value.describe(), valid);
+// "the integer 3"
+std::string described(const toml::node& node) {
+  if (const auto* text = node.as_string()) return "the string " + json_quote(text->get());
+  std::ostringstream out;
+  out << "the " << node.type() << " " << toml::node_view(node);
+  return out.str();
+}
+
+toml::table parse_toml(const std::string& text, const std::string& origin) {
+  try {
+    return toml::parse(text, origin);
+  } catch (const toml::parse_error& error) {
+    MARROW_THROW(ExitCode::kUsage, Fix("repair the TOML at that line"), "{}: not valid TOML: {}",
+                 place(error.source()), error.description());
   }
-  return value.integer;
+}
+
+// The value of "--set KEY=TEXT". What is no TOML value is a string: paths need no quotes.
+toml::table parse_override(const std::string& text, const std::string& origin) {
+  try {
+    toml::table parsed = toml::parse("value = " + text, origin);
+    if (parsed.size() == 1) return parsed;  // "1\nother = 2" is TOML, but not one value
+  } catch (const toml::parse_error&) {
+    // A bare word: falls through.
+  }
+  return toml::parse("value = " + json_quote(text), origin);
+}
+
+// Puts "train.steps=10" into `root`.
+void apply_override(toml::table& root, const std::string& assignment) {
+  const size_t equals = assignment.find('=');
+  MARROW_CHECK(equals != std::string::npos && equals > 0 && equals + 1 < assignment.size(),
+               ExitCode::kUsage, Fix("write --set SECTION.KEY=VALUE, as in --set train.steps=10"),
+               "--set {} is no assignment", json_quote(assignment));
+  const std::string path = assignment.substr(0, assignment.find_last_not_of(' ', equals - 1) + 1);
+  const std::string origin = "--set " + path;
+  toml::table value = parse_override(assignment.substr(equals + 1), origin);
+  const toml::source_region source = value.begin()->first.source();
+  const size_t dot = path.rfind('.');
+  toml::table* table = &root;
+  if (dot != std::string::npos) {
+    const toml::key section(path.substr(0, dot), source);
+    table = root.insert(section, toml::table{}).first->second.as_table();
+    MARROW_CHECK(table != nullptr, ExitCode::kUsage, Fix("write --set SECTION.KEY=VALUE"),
+                 "{}: {} is no section", origin, json_quote(section.str()));
+  }
+  const toml::key key(path.substr(dot + 1), source);
+  value.begin()->second.visit([&](auto& node) { table->insert_or_assign(key, std::move(node)); });
+}
+
+// A TOML basic string, quotes included.
+std::string toml_quote(const std::string& text) {
+  std::string out;
+  for (const char c : json_quote(text)) {
+    out += c == '\x7f' ? "\\u007F" : std::string(1, c);  // a control character to TOML, not to JSON
+  }
+  return out;
+}
+
+// The values that a key takes. `read` returns the node that is no such value, or nullptr; `write`
+// gives TOML, "" for a value that stands for "not set".
+template <typename T>
+struct Rule {
+  std::string valid;  // "an integer from 1"
+  std::function<const toml::node*(const toml::node&, T&)> read;
+  std::function<std::string(const T&)> write;
+};
+
+// The rule for single values of type Value that satisfy `holds`.
+template <typename T, typename Value = T, typename Holds>
+Rule<T> plain_rule(std::string valid, Holds holds, std::function<std::string(const T&)> write) {
+  const auto read = [=](const toml::node& node, T& target) -> const toml::node* {
+    const std::optional<Value> value = node.value_exact<Value>();
+    if (!value || !holds(*value)) return &node;
+    target = *value;
+    return nullptr;
+  };
+  return {std::move(valid), read, std::move(write)};
 }
 
 // The upper bounds keep sums and products of sizes far from an overflow.
@@ -48,152 +106,114 @@ constexpr int64_t kMaxCount = int64_t{1} << 40;
 constexpr int64_t kMaxBatch = int64_t{1} << 24;
 constexpr int64_t kMaxRanks = int64_t{1} << 15;
 
-Key integer_key(std::string name, int64_t* target, int64_t min, std::string help,
-                int64_t max = kMaxCount) {
-  const std::string limit = max <= kMaxRanks
-                                ? fmt::format("{}", max)
-                                : fmt::format("2^{}", std::bit_width(uint64_t(max)) - 1);
-  const std::string valid = max == INT64_MAX ? fmt::format("an integer from {}", min)
-                                             : fmt::format("an integer from {} to {}", min, limit);
-  return {name, valid, std::move(help),
-          [=](const TomlValue& value) { *target = checked_integer(value, name, min, max, valid); },
-          [=] { return fmt::format("{}", *target); }};
+Rule<int64_t> integer(int64_t min, int64_t max = kMaxCount) {
+  const std::string limit =
+      max == INT64_MAX ? "" : fmt::format(" to 2^{}", std::bit_width(uint64_t(max)) - 1);
+  return plain_rule<int64_t>(
+      fmt::format("an integer from {}{}", min, limit),
+      [=](int64_t x) { return min <= x && x <= max; }, json_text<int64_t>);
 }
 
 // A mesh dimension: an integer, or "auto" (0).
-Key dimension_key(std::string name, int64_t* target, std::string help) {
-  const std::string valid = fmt::format("an integer from 1 to {}, or \"auto\"", kMaxRanks);
-  return {name, valid, std::move(help),
-          [=](const TomlValue& value) {
-            const bool automatic = value.kind == TomlValue::Kind::kString && value.text == "auto";
-            *target = automatic ? 0 : checked_integer(value, name, 1, kMaxRanks, valid);
-          },
-          [=] { return *target == 0 ? "\"auto\"" : fmt::format("{}", *target); }};
+Rule<int64_t> dimension() {
+  Rule<int64_t> rule = integer(1, kMaxRanks);
+  const auto read = [number = rule.read](const toml::node& node, int64_t& target) {
+    if (node.value<std::string_view>() != "auto") return number(node, target);
+    target = 0;
+    return static_cast<const toml::node*>(nullptr);
+  };
+  return {rule.valid + ", or \"auto\"", read,
+          [](int64_t size) { return size == 0 ? "\"auto\"" : json_text(size); }};
 }
 
-enum class Bound { kClosed, kOpen };  // is the limit itself allowed?
-
-Key real_key(std::string name, double* target, double min, Bound at_min, double max, Bound at_max,
-             std::string help) {
-  const std::string low = fmt::format("{} {}", at_min == Bound::kOpen ? "above" : "from", min);
-  const std::string high =
-      std::isinf(max) ? "" : fmt::format(" {} {}", at_max == Bound::kOpen ? "below" : "to", max);
-  const std::string valid = fmt::format("a number {}{}", low, high);
-  return {name, valid, std::move(help),
-          [=](const TomlValue& value) {
-            using Kind = TomlValue::Kind;
-            const double x = value.real;
-            const bool number = value.kind == Kind::kInteger || value.kind == Kind::kReal;
-            const bool above = at_min == Bound::kOpen ? x > min : x >= min;
-            const bool below = at_max == Bound::kOpen ? x < max : x <= max;
-            if (!number || !above || !below || !std::isfinite(x)) {
-              fail_value(value, name, value.describe(), valid);
-            }
-            *target = x;
-          },
-          // A negative value stands for "not set" (router.coef): it is not written.
-          [=] { return *target < 0 ? "" : json_number(*target); }};
+// A number in [min, max), or with `open` in (min, max).
+Rule<double> real(double min, bool open = false, double max = HUGE_VAL) {
+  const auto read = [=](const toml::node& node, double& target) -> const toml::node* {
+    const double x = node.is_number() ? *node.value<double>() : std::nan("");
+    if (!(open ? x > min : x >= min) || !(x < max)) return &node;
+    target = x;
+    return nullptr;
+  };
+  return {fmt::format("a number {} {}{}", open ? "above" : "from", min,
+                      std::isinf(max) ? "" : fmt::format(" below {}", max)),
+          read, [](double x) { return x < 0 ? "" : json_number(x); }};
 }
 
-Key flag_key(std::string name, bool* target, std::string help) {
-  return {name, "true or false", std::move(help),
-          [=](const TomlValue& value) {
-            if (value.kind != TomlValue::Kind::kBool) {
-              fail_value(value, name, value.describe(), "true or false");
-            }
-            *target = value.boolean;
-          },
-          [=] { return *target ? "true" : "false"; }};
+Rule<bool> flag() {
+  return plain_rule<bool>(
+      "true or false", [](bool) { return true; }, json_text<bool>);
 }
 
-Key text_key(std::string name, std::string* target, std::string help) {
-  return {name, "a string", std::move(help),
-          [=](const TomlValue& value) {
-            if (value.kind != TomlValue::Kind::kString || value.text.empty()) {
-              fail_value(value, name, value.describe(), "a string that is not empty");
-            }
-            *target = value.text;
-          },
-          [=] { return target->empty() ? "" : toml_quote(*target); }};
+Rule<std::string> text() {
+  return plain_rule<std::string>(
+      "a string that is not empty", [](const std::string& x) { return !x.empty(); },
+      [](const std::string& x) { return x.empty() ? "" : toml_quote(x); });
 }
 
-// `choices[i]` stands for the enumerator with value i.
+// `names[i]` stands for the enumerator with value i.
 template <typename Enum>
-Key choice_key(std::string name, Enum* target, std::vector<std::string> choices, std::string help) {
-  std::string valid;
-  for (const std::string& choice : choices)
-    valid += (valid.empty() ? "" : " or ") + toml_quote(choice);
-  return {name, valid, std::move(help),
-          [=](const TomlValue& value) {
-            const auto found = std::find(choices.begin(), choices.end(), value.text);
-            if (value.kind == TomlValue::Kind::kString && value.text == "fp8") {
-              MARROW_THROW(ExitCode::kUsage, Fix(fmt::format("set {} to {}", name, valid)),
-                           "{}: {} = \"fp8\" is not supported for now", value.where, name);
-            }
-            if (value.kind != TomlValue::Kind::kString || found == choices.end()) {
-              fail_value(value, name, value.describe(), valid);
-            }
-            *target = static_cast<Enum>(found - choices.begin());
-          },
-          [=] { return toml_quote(choices[static_cast<size_t>(*target)]); }};
+Rule<Enum> choice(const std::vector<std::string>& names) {
+  const auto read = [=](const toml::node& node, Enum& target) -> const toml::node* {
+    const auto found = std::find(names.begin(), names.end(), node.value_or(std::string()));
+    if (!node.is_string() || found == names.end()) return &node;
+    target = static_cast<Enum>(found - names.begin());
+    return nullptr;
+  };
+  return {fmt::format("\"{}\"", fmt::join(names, "\" or \"")), read,
+          [=](Enum value) { return toml_quote(names[static_cast<size_t>(value)]); }};
 }
 
-// A list whose elements `read_item` appends and `write_items` prints.
 template <typename T>
-Key list_key(std::string name, std::vector<T>* target, std::string element, std::string help,
-             std::function<T(const TomlValue&)> read_item,
-             std::function<std::string(const T&)> write_item) {
-  const std::string valid = fmt::format("a list of {}", element);
-  return {name, valid, std::move(help),
-          [=](const TomlValue& value) {
-            if (value.kind != TomlValue::Kind::kArray) {
-              fail_value(value, name, value.describe(), valid);
-            }
-            target->clear();
-            for (const TomlValue& item : value.items) target->push_back(read_item(item));
-          },
-          [=] {
-            std::string out;
-            for (const T& item : *target) out += (out.empty() ? "" : ", ") + write_item(item);
-            return "[" + out + "]";
-          }};
-}
-
-std::string read_prefix(const TomlValue& value, const std::string& name, const std::string& valid) {
-  if (value.kind != TomlValue::Kind::kString || value.text.empty()) {
-    fail_value(value, name, value.describe(), valid);
-  }
-  return value.text;
-}
-
-DataSource read_source(const TomlValue& value) {
-  const std::string valid = "a list of prefixes (\"data/corpus\") or {path = ..., weight = ...}";
-  if (value.kind != TomlValue::Kind::kTable) return {read_prefix(value, "data.train", valid), 1.0};
-  DataSource source;
-  for (const TomlValue& item : value.items) {
-    if (item.key == "path") {
-      source.path = read_prefix(item, "data.train's path", "a corpus prefix");
-    } else if (item.key == "weight") {
-      const bool number =
-          item.kind == TomlValue::Kind::kInteger || item.kind == TomlValue::Kind::kReal;
-      if (!number || !(item.real > 0) || !std::isfinite(item.real)) {
-        fail_value(item, "data.train's weight", item.describe(), "a number above 0");
-      }
-      source.weight = item.real;
-    } else {
-      MARROW_THROW(ExitCode::kUsage, Fix("give path and weight only"),
-                   "{}: an element of data.train has no key {}", item.key_where,
-                   json_quote(item.key));
+Rule<std::vector<T>> list_of(const std::string& elements, const Rule<T>& rule) {
+  const auto read = [=](const toml::node& node, std::vector<T>& target) {
+    const toml::node* fault = node.is_array() ? nullptr : &node;
+    target.clear();
+    for (size_t i = 0; fault == nullptr && i < node.as_array()->size(); ++i) {
+      fault = rule.read(*node.as_array()->get(i), target.emplace_back());
     }
+    return fault;
+  };
+  const auto write = [=](const std::vector<T>& values) {
+    std::string items;
+    for (const T& value : values) items += (items.empty() ? "" : ", ") + rule.write(value);
+    return "[" + items + "]";
+  };
+  return {"a list of " + elements, read, write};
+}
+
+// "data/corpus", or {path = "data/corpus", weight = 2}.
+const toml::node* read_source(const toml::node& node, DataSource& source) {
+  if (!node.is_table()) return text().read(node, source.path);
+  for (const auto& [key, value] : *node.as_table()) {
+    MARROW_CHECK(key == "path" || key == "weight", ExitCode::kUsage,
+                 Fix("give path and weight only"), "{}: an element of data.train has no key {}",
+                 place(key.source()), json_quote(key.str()));
+    const toml::node* fault =
+        key == "path" ? text().read(value, source.path) : real(0, true).read(value, source.weight);
+    if (fault != nullptr) return fault;
   }
-  if (source.path.empty()) fail_value(value, "data.train", "a table without path", valid);
-  return source;
+  return source.path.empty() ? &node : nullptr;
 }
 
 std::string write_source(const DataSource& source) {
   if (source.weight == 1.0) return toml_quote(source.path);
   return fmt::format("{{path = {}, weight = {}}}", toml_quote(source.path),
                      json_number(source.weight));
+}
+
+// One key of the run config, bound to a member of one PretrainConfig.
+struct Key {
+  std::string name, valid, help;  // "train.steps"
+  std::function<const toml::node*(const toml::node&)> read;
+  std::function<std::string()> write;
+  bool required = false;
+};
+
+template <typename T>
+Key key(std::string name, T& target, const Rule<T>& rule, std::string help) {
+  return {std::move(name), rule.valid, std::move(help),
+          [&target, rule](const toml::node& node) { return rule.read(node, target); },
+          [&target, rule] { return rule.write(target); }};
 }
 
 Key required(Key key) {
@@ -203,152 +223,138 @@ Key required(Key key) {
 
 // Every key of the run config, in the order in which it is written.
 std::vector<Key> all_keys(PretrainConfig& c) {
-  constexpr double kInfinity = HUGE_VAL;
-  const auto positive = [](std::string name, double* target, std::string help) {
-    return real_key(std::move(name), target, 0, Bound::kOpen, kInfinity, Bound::kOpen,
-                    std::move(help));
-  };
-  const auto not_negative = [](std::string name, double* target, std::string help) {
-    return real_key(std::move(name), target, 0, Bound::kClosed, kInfinity, Bound::kOpen,
-                    std::move(help));
-  };
-  const auto fraction = [](std::string name, double* target, std::string help) {
-    return real_key(std::move(name), target, 0, Bound::kClosed, 1, Bound::kOpen, std::move(help));
-  };
-  const auto prefix = [](const TomlValue& value) {
-    return read_prefix(value, "data.validation", "a list of corpus prefixes");
-  };
-  const auto trace_step = [](const TomlValue& value) {
-    return checked_integer(value, "log.trace", 1, kMaxCount, "a list of steps from 1");
-  };
   return {
-      required(text_key("model.config", &c.model.config, "path of a Hugging Face config.json")),
-      text_key("model.init_from", &c.model.init_from,
-               "checkpoint or Hugging Face folder to start from; else random"),
-      required(list_key<DataSource>(
-          "data.train", &c.data.train, "prefixes or {path = ..., weight = ...}",
-          "corpora: PREFIX.bin and PREFIX.idx", read_source, write_source)),
-      list_key<std::string>("data.validation", &c.data.validation, "prefixes", "held-out corpora",
-                            prefix, toml_quote),
-      integer_key("data.seq_len", &c.data.seq_len, 1, "tokens of a sequence", kMaxBatch),
-      integer_key("data.validate_every", &c.data.validate_every, 0,
-                  "steps between validations; 0 = after the last step only"),
-      integer_key("data.validate_sequences", &c.data.validate_sequences, 1,
-                  "sequences of one validation"),
-      flag_key("data.mask_documents", &c.data.mask_documents,
-               "attention and positions restart at each document"),
-      dimension_key("mesh.pp", &c.mesh.pp, "pipeline ranks"),
-      dimension_key("mesh.dp", &c.mesh.dp, "data-parallel ranks"),
-      dimension_key("mesh.cp", &c.mesh.cp, "ranks that share a sequence"),
-      dimension_key("mesh.ep", &c.mesh.ep, "ranks that share the experts"),
-      integer_key("mesh.replicate", &c.mesh.replicate, 1, "copies of the sharded state; divides dp",
-                  kMaxRanks),
-      choice_key("mesh.shard", &c.mesh.shard, {"step", "layer"},
-                 "gather parameters once a step, or layer by layer (less memory)"),
-      choice_key("mesh.schedule", &c.mesh.schedule, {"dualpipev", "1f1b"}, "pipeline schedule"),
-      required(integer_key("train.steps", &c.train.steps, 1, "optimizer steps")),
-      required(integer_key("train.global_batch", &c.train.global_batch, 1, "sequences of a step",
-                           kMaxBatch)),
-      integer_key("train.micro_batch", &c.train.micro_batch, 1,
-                  "sequences of one forward and backward on a rank", kMaxBatch),
-      integer_key("train.seed", &c.train.seed, 0, "of initial values and data order", INT64_MAX),
-      choice_key("train.device", &c.train.device, {"cpu", "gpu"},
-                 "default: a GPU where there is one"),
-      choice_key("train.dtype", &c.train.dtype, {"bf16", "fp32"},
-                 "of the forward and backward; default: bf16 on a GPU, fp32 on the CPU"),
-      flag_key("train.deterministic", &c.train.deterministic, "bitwise equal runs on one mesh"),
-      choice_key("train.recompute", &c.train.recompute, {"none", "cheap", "layer"},
-                 "activations computed again in the backward"),
-      flag_key("train.overlap", &c.train.overlap, "hide communication behind computation"),
-      integer_key("train.skip_nonfinite", &c.train.skip_nonfinite, 0,
-                  "steps with a non-finite gradient to skip before the run stops"),
-      integer_key("train.cpu_threads", &c.train.cpu_threads, 0, "0 = cores / ranks", kMaxRanks),
-      choice_key("optimizer.name", &c.optimizer.name, {"adamw", "muon"}, "update rule"),
-      required(positive("optimizer.lr", &c.optimizer.lr, "peak learning rate")),
-      choice_key("optimizer.schedule", &c.optimizer.schedule, {"wsd", "cosine", "constant"},
-                 "learning rate after the warm-up"),
-      integer_key("optimizer.warmup_steps", &c.optimizer.warmup_steps, 0, "linear rise from 0"),
-      integer_key("optimizer.decay_steps", &c.optimizer.decay_steps, 0,
-                  "wsd: the last steps, linear; cosine: length of the fall, 0 = all after warm-up"),
-      not_negative("optimizer.min_lr", &c.optimizer.min_lr, "end of the fall (absolute)"),
-      fraction("optimizer.beta1", &c.optimizer.beta1, "AdamW's first moment"),
-      fraction("optimizer.beta2", &c.optimizer.beta2, "AdamW's second moment"),
-      positive("optimizer.eps", &c.optimizer.eps, "AdamW's epsilon"),
-      fraction("optimizer.muon_momentum", &c.optimizer.muon_momentum, "Muon's momentum"),
-      not_negative("optimizer.weight_decay", &c.optimizer.weight_decay,
-                   "of linear layers, experts, embedding and head"),
-      not_negative("optimizer.clip_norm", &c.optimizer.clip_norm, "gradient norm; 0 = no clipping"),
-      choice_key("optimizer.state_dtype", &c.optimizer.state_dtype, {"bf16", "fp32"},
-                 "of the optimizer's moments"),
-      choice_key("router.balance", &c.router.balance,
-                 {"none", "micro", "sequence", "global", "bias"}, "load balancing of experts"),
-      not_negative("router.coef", &c.router.coef,
-                   "of the balance term; default: the model's router_aux_loss_coef, else 1e-3"),
-      not_negative("router.z_loss", &c.router.z_loss, "coefficient of logsumexp(logits)^2"),
-      flag_key("router.forced", &c.router.forced, "route evenly (for speed measurements only)"),
-      text_key("checkpoint.dir", &c.checkpoint.dir, "default: checkpoints/ in log.dir"),
-      integer_key("checkpoint.every", &c.checkpoint.every, 0, "steps; 0 = the last step only"),
-      integer_key("checkpoint.keep", &c.checkpoint.keep, 0, "newest ones kept; 0 = all"),
-      flag_key("checkpoint.async", &c.checkpoint.async, "write while training goes on"),
-      flag_key("checkpoint.resume", &c.checkpoint.resume, "from the newest complete one in dir"),
-      text_key("log.dir", &c.log.dir, "default: runs/ + the config file's name"),
-      integer_key("log.every", &c.log.every, 1, "steps between console lines"),
-      list_key<int64_t>("log.trace", &c.log.trace, "steps", "steps to trace", trace_step,
-                        [](const int64_t& step) { return fmt::format("{}", step); }),
-      flag_key("log.memory_trace", &c.log.memory_trace, "record allocations of the traced steps"),
-      positive("log.watchdog_seconds", &c.log.watchdog_seconds,
-               "a collective that takes longer ends the run"),
+      required(key("model.config", c.model.config, text(), "path of a Hugging Face config.json")),
+      key("model.init_from", c.model.init_from, text(),
+          "checkpoint or Hugging Face folder to start from; else random"),
+      required(key("data.train", c.data.train,
+                   list_of<DataSource>(
+                       "prefixes (\"data/corpus\") or {path = ..., weight = a number above 0}",
+                       {"", read_source, write_source}),
+                   "corpora: PREFIX.bin and PREFIX.idx")),
+      key("data.validation", c.data.validation, list_of("prefixes", text()), "held-out corpora"),
+      key("data.seq_len", c.data.seq_len, integer(1, kMaxBatch), "tokens of a sequence"),
+      key("data.validate_every", c.data.validate_every, integer(0),
+          "steps between validations; 0 = after the last step only"),
+      key("data.validate_sequences", c.data.validate_sequences, integer(1),
+          "sequences of one validation"),
+      key("data.mask_documents", c.data.mask_documents, flag(),
+          "attention and positions restart at each document"),
+      key("mesh.pp", c.mesh.pp, dimension(), "pipeline ranks"),
+      key("mesh.dp", c.mesh.dp, dimension(), "data-parallel ranks"),
+      key("mesh.cp", c.mesh.cp, dimension(), "ranks that share a sequence"),
+      key("mesh.ep", c.mesh.ep, dimension(), "ranks that share the experts"),
+      key("mesh.replicate", c.mesh.replicate, integer(1, kMaxRanks),
+          "copies of the sharded state; divides dp"),
+      key("mesh.shard", c.mesh.shard, choice<ShardMode>({"step", "layer"}),
+          "gather parameters once a step, or layer by layer (less memory)"),
+      key("mesh.schedule", c.mesh.schedule, choice<PipelineSchedule>({"dualpipev", "1f1b"}),
+          "pipeline schedule"),
+      required(key("train.steps", c.train.steps, integer(1), "optimizer steps")),
+      required(key("train.global_batch", c.train.global_batch, integer(1, kMaxBatch),
+                   "sequences of a step")),
+      key("train.micro_batch", c.train.micro_batch, integer(1, kMaxBatch),
+          "sequences of one forward and backward on a rank"),
+      key("train.seed", c.train.seed, integer(0, INT64_MAX), "of initial values and data order"),
+      key("train.device", c.train.device, choice<TrainDevice>({"cpu", "gpu"}),
+          "default: a GPU where there is one"),
+      key("train.dtype", c.train.dtype, choice<TrainDtype>({"bf16", "fp32"}),
+          "of the forward and backward; default: bf16 on a GPU, fp32 on the CPU"),
+      key("train.deterministic", c.train.deterministic, flag(), "bitwise equal runs on one mesh"),
+      key("train.recompute", c.train.recompute, choice<Recompute>({"none", "cheap", "layer"}),
+          "activations computed again in the backward"),
+      key("train.overlap", c.train.overlap, flag(), "hide communication behind computation"),
+      key("train.skip_nonfinite", c.train.skip_nonfinite, integer(0),
+          "steps with a non-finite gradient to skip before the run stops"),
+      key("train.cpu_threads", c.train.cpu_threads, integer(0, kMaxRanks), "0 = cores / ranks"),
+      key("optimizer.name", c.optimizer.name, choice<OptimizerName>({"adamw", "muon"}),
+          "update rule"),
+      required(key("optimizer.lr", c.optimizer.lr, real(0, true), "peak learning rate")),
+      key("optimizer.schedule", c.optimizer.schedule,
+          choice<LearningRateSchedule>({"wsd", "cosine", "constant"}),
+          "learning rate after the warm-up"),
+      key("optimizer.warmup_steps", c.optimizer.warmup_steps, integer(0), "linear rise from 0"),
+      key("optimizer.decay_steps", c.optimizer.decay_steps, integer(0),
+          "wsd: the last steps, linear; cosine: length of the fall, 0 = all after warm-up"),
+      key("optimizer.min_lr", c.optimizer.min_lr, real(0), "end of the fall (absolute)"),
+      key("optimizer.beta1", c.optimizer.beta1, real(0, false, 1), "AdamW's first moment"),
+      key("optimizer.beta2", c.optimizer.beta2, real(0, false, 1), "AdamW's second moment"),
+      key("optimizer.eps", c.optimizer.eps, real(0, true), "AdamW's epsilon"),
+      key("optimizer.muon_momentum", c.optimizer.muon_momentum, real(0, false, 1),
+          "Muon's momentum"),
+      key("optimizer.weight_decay", c.optimizer.weight_decay, real(0),
+          "of linear layers, experts, embedding and head"),
+      key("optimizer.clip_norm", c.optimizer.clip_norm, real(0), "gradient norm; 0 = no clipping"),
+      key("optimizer.state_dtype", c.optimizer.state_dtype, choice<TrainDtype>({"bf16", "fp32"}),
+          "of the optimizer's moments"),
+      key("router.balance", c.router.balance,
+          choice<BalanceMode>({"none", "micro", "sequence", "global", "bias"}),
+          "load balancing of experts"),
+      key("router.coef", c.router.coef, real(0),
+          "of the balance term; default: the model's router_aux_loss_coef, else 1e-3"),
+      key("router.z_loss", c.router.z_loss, real(0), "coefficient of logsumexp(logits)^2"),
+      key("router.forced", c.router.forced, flag(), "route evenly (for speed measurements only)"),
+      key("checkpoint.dir", c.checkpoint.dir, text(), "default: checkpoints/ in log.dir"),
+      key("checkpoint.every", c.checkpoint.every, integer(0), "steps; 0 = the last step only"),
+      key("checkpoint.keep", c.checkpoint.keep, integer(0), "newest ones kept; 0 = all"),
+      key("checkpoint.async", c.checkpoint.async, flag(), "write while training goes on"),
+      key("checkpoint.resume", c.checkpoint.resume, flag(), "from the newest complete one in dir"),
+      key("log.dir", c.log.dir, text(), "default: runs/ + the config file's name"),
+      key("log.every", c.log.every, integer(1), "steps between console lines"),
+      key("log.trace", c.log.trace, list_of("steps from 1", integer(1)), "steps to trace"),
+      key("log.memory_trace", c.log.memory_trace, flag(), "record allocations of the traced steps"),
+      key("log.watchdog_seconds", c.log.watchdog_seconds, real(0, true),
+          "a collective that takes longer ends the run"),
   };
 }
 
-std::string section_of(const std::string& name) { return name.substr(0, name.find('.')); }
-
-[[noreturn]] void fail_unknown(const TomlValue& value, const std::string& name,
+[[noreturn]] void fail_unknown(const toml::key& key, const std::string& name,
                                const std::vector<Key>& keys) {
-  // The key's own name in another section is the likeliest slip, then a misspelling.
   std::vector<std::string> names;
-  std::string nearest;
-  for (const Key& key : keys) {
-    names.push_back(key.name);
-    if (key.name.substr(key.name.find('.') + 1) == name.substr(name.find('.') + 1)) {
-      nearest = key.name;
-    }
-  }
-  if (nearest.empty()) nearest = nearest_match(name, names);
+  for (const Key& known : keys) names.push_back(known.name);
+  // The key's own name in another section is the likeliest slip, then a misspelling.
+  const auto ending = name.substr(name.find('.'));
+  const auto elsewhere = std::find_if(names.begin(), names.end(),
+                                      [&](const auto& other) { return other.ends_with(ending); });
+  const std::string nearest = elsewhere != names.end() ? *elsewhere : nearest_match(name, names);
   MARROW_THROW(ExitCode::kUsage,
                Fix(nearest.empty() ? "see marrow pretrain --help-config"
                                    : fmt::format("did you mean {}?", nearest)),
-               "{}: unknown key {}", value.key_where, name);
+               "{}: unknown key {}", place(key.source()), name);
+}
+
+const toml::table& read_section(const toml::key& name, const toml::node& node) {
+  const std::vector<std::string> sections{"model",     "data",   "mesh",       "train",
+                                          "optimizer", "router", "checkpoint", "log"};
+  if (std::find(sections.begin(), sections.end(), name.str()) == sections.end()) {
+    const std::string nearest = nearest_match(name.str(), sections);
+    MARROW_THROW(ExitCode::kUsage,
+                 Fix(nearest.empty() ? fmt::format("use {}", fmt::join(sections, ", "))
+                                     : fmt::format("did you mean [{}]?", nearest)),
+                 "{}: unknown section or top-level key {}", place(name.source()),
+                 json_quote(name.str()));
+  }
+  MARROW_CHECK(node.is_table(), ExitCode::kUsage,
+               Fix(fmt::format("write [{}] above its keys", name.str())),
+               "{}: {} is a section, not {}", place(node.source()), name.str(), described(node));
+  return *node.as_table();
 }
 
 // Reads `tree` into the members that `keys` are bound to; returns where each given key stands.
-std::map<std::string, std::string> read_tree(const TomlValue& tree, const std::vector<Key>& keys,
+std::map<std::string, std::string> read_tree(const toml::table& tree, const std::vector<Key>& keys,
                                              const std::string& path) {
   std::map<std::string, std::string> places;
-  std::vector<std::string> sections;
-  for (const Key& key : keys) {
-    const std::string section = section_of(key.name);
-    if (sections.empty() || sections.back() != section) sections.push_back(section);
-  }
-  for (const TomlValue& section : tree.items) {
-    if (std::find(sections.begin(), sections.end(), section.key) == sections.end()) {
-      const std::string nearest = nearest_match(section.key, sections);
-      MARROW_THROW(ExitCode::kUsage,
-                   Fix(nearest.empty() ? fmt::format("use {}", fmt::join(sections, ", "))
-                                       : fmt::format("did you mean [{}]?", nearest)),
-                   "{}: unknown section or top-level key {}", section.key_where,
-                   json_quote(section.key));
-    }
-    MARROW_CHECK(section.kind == TomlValue::Kind::kTable, ExitCode::kUsage,
-                 Fix(fmt::format("write [{}] above its keys", section.key)),
-                 "{}: {} is a section, not {}", section.where, section.key, section.describe());
-    for (const TomlValue& value : section.items) {
-      const std::string name = section.key + "." + value.key;
-      const auto key = std::find_if(keys.begin(), keys.end(),
-                                    [&](const Key& candidate) { return candidate.name == name; });
-      if (key == keys.end()) fail_unknown(value, name, keys);
-      key->read(value);
-      places[name] = value.where;
+  for (const auto& [section, node] : tree) {
+    for (const auto& [key, value] : read_section(section, node)) {
+      const std::string name = fmt::format("{}.{}", section.str(), key.str());
+      const auto known = std::find_if(keys.begin(), keys.end(),
+                                      [&](const Key& candidate) { return candidate.name == name; });
+      if (known == keys.end()) fail_unknown(key, name, keys);
+      const toml::node* fault = known->read(value);
+      MARROW_CHECK(fault == nullptr, ExitCode::kUsage,
+                   Fix(fmt::format("set {} to {}", name, known->valid)), "{}: {} is {}, not {}",
+                   place(fault->source()), name, described(*fault), known->valid);
+      places[name] = place(value.source());
     }
   }
   for (const Key& key : keys) {
@@ -359,23 +365,40 @@ std::map<std::string, std::string> read_tree(const TomlValue& tree, const std::v
   return places;
 }
 
+// Exactly one dimension may be "auto"; dp is by default, and gives way to another.
+void settle_automatic(PretrainConfig::MeshSizes& mesh, bool dp_is_given, const std::string& path) {
+  if (!dp_is_given && (mesh.pp == 0 || mesh.cp == 0 || mesh.ep == 0)) mesh.dp = 1;
+  const int automatic = (mesh.pp == 0) + (mesh.dp == 0) + (mesh.cp == 0) + (mesh.ep == 0);
+  MARROW_CHECK(automatic <= 1, ExitCode::kUsage,
+               Fix("set all but one of mesh.pp, dp, cp and ep to a number"),
+               "{}: {} dimensions of [mesh] are \"auto\"", path, automatic);
+}
+
+// "name = value" of every key under its section's heading: line(key, name) prints one.
+std::string listing(const std::vector<Key>& keys,
+                    const std::function<std::string(const Key&, const std::string&)>& line) {
+  std::string out, section;
+  for (const Key& key : keys) {
+    const size_t dot = key.name.find('.');
+    if (key.name.substr(0, dot) != section) {
+      section = key.name.substr(0, dot);
+      out += fmt::format("{}[{}]\n", out.empty() ? "" : "\n", section);
+    }
+    out += line(key, key.name.substr(dot + 1));
+  }
+  return out;
+}
+
 }  // namespace
 
 PretrainConfig read_pretrain_config(const std::string& path,
                                     const std::vector<std::string>& overrides, bool have_gpu) {
-  TomlValue tree = parse_toml(read_text_file(path, ExitCode::kUsage), path);
-  for (const std::string& assignment : overrides) override_toml(tree, assignment);
+  toml::table tree = parse_toml(read_text_file(path, ExitCode::kUsage), path);
+  for (const std::string& assignment : overrides) apply_override(tree, assignment);
   PretrainConfig config;
   const auto places = read_tree(tree, all_keys(config), path);
+  settle_automatic(config.mesh, places.contains("mesh.dp"), path);
 
-  PretrainConfig::MeshSizes& mesh = config.mesh;
-  const auto automatic = [&] {
-    return (mesh.pp == 0) + (mesh.dp == 0) + (mesh.cp == 0) + (mesh.ep == 0);
-  };
-  if (automatic() > 1 && !places.contains("mesh.dp")) mesh.dp = 1;  // its default gives way
-  MARROW_CHECK(automatic() <= 1, ExitCode::kUsage,
-               Fix("set all but one of mesh.pp, dp, cp and ep to a number"),
-               "{}: {} dimensions of [mesh] are \"auto\"", path, automatic());
   if (!places.contains("train.device")) {
     config.train.device = have_gpu ? TrainDevice::kGpu : TrainDevice::kCpu;
   }
@@ -383,7 +406,7 @@ PretrainConfig read_pretrain_config(const std::string& path,
   MARROW_CHECK(!gpu || have_gpu, ExitCode::kUsage,
                Fix("set train.device = \"cpu\", or run marrow doctor to see why there is no GPU"),
                "{}: train.device is \"gpu\", but no GPU can be used here",
-               gpu && !have_gpu ? places.at("train.device") : path);
+               places.at("train.device"));
   if (!places.contains("train.dtype")) {
     config.train.dtype = gpu ? TrainDtype::kBf16 : TrainDtype::kFp32;
   }
@@ -401,41 +424,25 @@ PretrainConfig read_pretrain_config(const std::string& path,
 
 std::string to_toml(const PretrainConfig& config) {
   PretrainConfig copy = config;
-  std::string out;
-  std::string section;
-  for (const Key& key : all_keys(copy)) {
-    if (section_of(key.name) != section) {
-      out += out.empty() ? "" : "\n";
-      section = section_of(key.name);
-      out += "[" + section + "]\n";
-    }
+  return listing(all_keys(copy), [](const Key& key, const std::string& name) {
     const std::string value = key.write();
-    if (!value.empty()) out += key.name.substr(section.size() + 1) + " = " + value + "\n";
-  }
-  return out;
+    return value.empty() ? "" : fmt::format("{} = {}\n", name, value);
+  });
 }
 
 std::string config_help() {
   PretrainConfig defaults;
-  std::string out =
-      "# Every key of a run config, with its default. The five that have none must be "
-      "given;\n# these five lines are a whole config:\n"
-      "#   model.config = \"configs/models/qwen3-tiny.json\"\n"
-      "#   data.train = [\"data/corpus\"]\n#   train.steps = 200\n"
-      "#   train.global_batch = 16\n#   optimizer.lr = 1e-3\n";
-  std::string section;
-  for (const Key& key : all_keys(defaults)) {
-    if (section_of(key.name) != section) {
-      section = section_of(key.name);
-      out += "\n[" + section + "]\n";
-    }
-    const bool from_machine = key.name == "train.device" || key.name == "train.dtype";
-    const std::string fallback = key.required ? "REQUIRED" : from_machine ? "" : key.write();
-    const std::string line = fmt::format("{} = {}", key.name.substr(section.size() + 1),
-                                         fallback.empty() ? "..." : fallback);
-    out += fmt::format("{:<30} # {}: {}\n", line, key.valid, key.help);
-  }
-  return out;
+  return "# Every key of a run config, with its default. The five that have none must be given;\n"
+         "# these five lines are a whole config:\n"
+         "#   model.config = \"configs/models/qwen3-tiny.json\"\n"
+         "#   data.train = [\"data/corpus\"]\n#   train.steps = 200\n"
+         "#   train.global_batch = 16\n#   optimizer.lr = 1e-3\n\n" +
+         listing(all_keys(defaults), [](const Key& key, const std::string& name) {
+           const bool from_machine = key.name == "train.device" || key.name == "train.dtype";
+           const std::string value = from_machine ? "" : key.write();
+           const std::string shown = key.required ? "REQUIRED" : value.empty() ? "..." : value;
+           return fmt::format("{:<30} # {}: {}\n", name + " = " + shown, key.valid, key.help);
+         });
 }
 
 }  // namespace marrow

@@ -94,6 +94,10 @@ struct PretrainConfig {
 PretrainConfig read_pretrain_config(const std::string& path,
                                     const std::vector<std::string>& overrides, bool have_gpu);
 
+// What must hold between the keys, apart from each key's own range. Errors (kUsage) name the keys,
+// their values and the nearest ones that fit. A dimension that is still "auto" counts as 1.
+void check_config(const PretrainConfig& config);
+
 // Puts in the "auto" dimension and checks the mesh against the number of processes, and the batch
 // sizes against the mesh. Errors (kUsage) name the nearest sizes that fit.
 void resolve_mesh(PretrainConfig& config, int64_t world);

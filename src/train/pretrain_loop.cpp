@@ -110,8 +110,7 @@ PretrainLoop::PretrainLoop(const PretrainConfig& config, Logger& logger)
   writer.dir = config.checkpoint.dir;
   writer.keep = config.checkpoint.keep;
   writer.async = config.checkpoint.async;
-  writer.state_dtype =
-      config.optimizer.state_dtype == TrainDtype::kBf16 ? TensorDtype::kBF16 : TensorDtype::kF32;
+  writer.state_dtype = scalar_type(config.optimizer.state_dtype);
   checkpoints_.emplace(
       writer, checkpoint_tensors(all_parameter_specs(*model_), config.optimizer.name), logger);
   load_initial_state();

@@ -1,6 +1,5 @@
+// TensorBoard event files.
 #include "ops/pch.h"
-
-#include "train/tensorboard.h"
 
 #include <unistd.h>
 
@@ -8,42 +7,39 @@
 #include <chrono>
 #include <filesystem>
 
+#include "train/metrics.h"
+
 namespace marrow {
 namespace {
 
-// Field numbers of tensorflow's event.proto and summary.proto.
-constexpr int kEventWallTime = 1, kEventStep = 2, kEventFileVersion = 3, kEventSummary = 5,
-              kEventSessionLog = 7, kSessionLogStatus = 1, kSummaryValue = 1, kValueTag = 1,
-              kValueSimpleValue = 2;
-constexpr uint64_t kSessionStart = 1;
-
+// Protobuf's encoding of one field: its number and wire type, then the value.
 std::string little_endian(uint64_t value, int bytes) {
   std::string out;
   for (int i = 0; i < bytes; ++i) out += static_cast<char>(value >> (8 * i) & 0xFF);
   return out;
 }
-
 std::string varint(uint64_t value) {
   std::string out;
   for (; value >= 0x80; value >>= 7) out += static_cast<char>(value | 0x80);
   return out + static_cast<char>(value);
 }
-
-enum WireType { kVarint = 0, kFixed64 = 1, kBytes = 2, kFixed32 = 5 };
-
-std::string key(int field, WireType type) {
-  return varint(static_cast<uint64_t>(field) << 3 | static_cast<uint64_t>(type));
+std::string varint_field(uint64_t field, uint64_t value) {
+  return varint(field << 3) + varint(value);
+}
+std::string double_field(uint64_t field, double value) {
+  return varint(field << 3 | 1) + little_endian(std::bit_cast<uint64_t>(value), 8);
+}
+std::string bytes_field(uint64_t field, const std::string& content) {
+  return varint(field << 3 | 2) + varint(content.size()) + content;
+}
+std::string float_field(uint64_t field, float value) {
+  return varint(field << 3 | 5) + little_endian(std::bit_cast<uint32_t>(value), 4);
 }
 
-std::string bytes_field(int field, const std::string& content) {
-  return key(field, kBytes) + varint(content.size()) + content;
-}
-
+// Of tensorflow's event.proto: wall_time 1, step 2, file_version 3, summary 5, session_log 7.
 std::string event_head(int64_t step) {
-  const double now =
-      std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
-  return key(kEventWallTime, kFixed64) + little_endian(std::bit_cast<uint64_t>(now), 8) +
-         key(kEventStep, kVarint) + varint(static_cast<uint64_t>(step));
+  const std::chrono::duration<double> now = std::chrono::system_clock::now().time_since_epoch();
+  return double_field(1, now.count()) + varint_field(2, static_cast<uint64_t>(step));
 }
 
 uint32_t masked_crc(const std::string& bytes) {
@@ -81,27 +77,25 @@ uint32_t crc32c(std::string_view bytes) {
 
 TensorboardWriter::TensorboardWriter(const std::string& dir, int64_t resumed_step)
     : file_(new_event_file(dir)) {
-  append_record(event_head(0) + bytes_field(kEventFileVersion, "brain.Event:2"));
-  const std::string start = key(kSessionLogStatus, kVarint) + varint(kSessionStart);
-  append_record(event_head(resumed_step + 1) + bytes_field(kEventSessionLog, start));
+  append_record(event_head(0) + bytes_field(3, "brain.Event:2"));
+  // session_log's status 1: START
+  append_record(event_head(resumed_step + 1) + bytes_field(7, varint_field(1, 1)));
 }
 
 void TensorboardWriter::write(int64_t step, const std::vector<TensorboardScalar>& scalars) {
-  std::string summary;
+  std::string summary;  // of values 1, each with tag 1 and simple_value 2
   for (const TensorboardScalar& scalar : scalars) {
-    const auto bits = std::bit_cast<uint32_t>(static_cast<float>(scalar.value));
-    summary +=
-        bytes_field(kSummaryValue, bytes_field(kValueTag, scalar.tag) +
-                                       key(kValueSimpleValue, kFixed32) + little_endian(bits, 4));
+    const float value = static_cast<float>(scalar.value);
+    summary += bytes_field(1, bytes_field(1, scalar.tag) + float_field(2, value));
   }
-  append_record(event_head(step) + bytes_field(kEventSummary, summary));
+  append_record(event_head(step) + bytes_field(5, summary));
 }
 
 void TensorboardWriter::append_record(const std::string& event) {
   const std::string length = little_endian(event.size(), 8);
   const std::string record =
       length + little_endian(masked_crc(length), 4) + event + little_endian(masked_crc(event), 4);
-  file_.append(std::as_bytes(std::span(record)));
+  file_.append(record);
 }
 
 }  // namespace marrow

@@ -27,19 +27,12 @@ std::string field_text(const Json& config, const std::string& key) {
 
 void check_same_model(const Json& saved, const Json& current) {
   // Fields that say how the file was written, not what the model computes.
-  const std::set<std::string> ignored{"transformers_version",
-                                      "torch_dtype",
-                                      "dtype",
-                                      "use_cache",
-                                      "architectures",
-                                      "_name_or_path",
-                                      "output_router_logits",
-                                      "eos_token_id",
-                                      "bos_token_id",
-                                      "pad_token_id"};
+  const std::set<std::string, std::less<>> ignored{
+      "transformers_version", "torch_dtype",  "dtype",        "use_cache",    "architectures",
+      "output_router_logits", "eos_token_id", "bos_token_id", "pad_token_id", "_name_or_path"};
   std::set<std::string> keys{"rope_theta", "num_experts"};
   for (const Json& config : {saved, current}) {
-    for (const std::string& key : config.keys()) keys.insert(key);
+    for (const auto& [key, value] : config.items()) keys.insert(key);
   }
   for (const std::string& key : keys) {
     // Of the fields that only one style has, num_experts and rope_theta above say the same.
@@ -49,53 +42,54 @@ void check_same_model(const Json& saved, const Json& current) {
   }
 }
 
+// Calls visit(key, member) for every field of trainer_state.json.
+template <typename State, typename Visit>
+void each_field(State& state, Visit visit) {
+  visit("step", state.step);
+  visit("consumed_sequences", state.consumed_sequences);
+  visit("skipped_steps", state.skipped_steps);
+  visit("seed", state.seed);
+  visit("seq_len", state.seq_len);
+  visit("mask_documents", state.mask_documents);
+  visit("corpus", state.corpus);
+  visit("tokenizer", state.tokenizer);
+  visit("tokenizer_hash", state.tokenizer_hash);
+  visit("end_of_document", state.end_of_document);
+  visit("optimizer", state.optimizer);
+  visit("state_dtype", state.state_dtype);
+}
+
+void read_value(const Json& json, int64_t& value) { value = json.as_int(); }
+void read_value(const Json& json, bool& value) { value = json.as_bool(); }
+void read_value(const Json& json, std::string& value) { value = json.as_string(); }
+
 }  // namespace
 
 std::string to_json(const TrainerState& state) {
-  return JsonWriter()
-      .field("step", state.step)
-      .field("consumed_sequences", state.consumed_sequences)
-      .field("skipped_steps", state.skipped_steps)
-      .field("seed", state.seed)
-      .field("seq_len", state.seq_len)
-      .field("mask_documents", state.mask_documents)
-      .field("corpus", state.corpus)
-      .field("tokenizer", state.tokenizer)
-      .field("tokenizer_hash", state.tokenizer_hash)
-      .field("end_of_document", state.end_of_document)
-      .field("optimizer", state.optimizer)
-      .field("state_dtype", state.state_dtype)
-      .text();
+  JsonWriter json;
+  each_field(state, [&](const char* key, const auto& value) { json.field(key, value); });
+  return json.text();
 }
 
 TrainerState parse_trainer_state(const Json& json) {
   TrainerState state;
-  state.step = json.at("step").as_int();
-  state.consumed_sequences = json.at("consumed_sequences").as_int();
-  state.skipped_steps = json.at("skipped_steps").as_int();
-  state.seed = json.at("seed").as_int();
-  state.seq_len = json.at("seq_len").as_int();
-  state.mask_documents = json.at("mask_documents").as_bool();
-  state.corpus = json.at("corpus").as_string();
-  state.tokenizer = json.at("tokenizer").as_string();
-  state.tokenizer_hash = json.at("tokenizer_hash").as_string();
-  state.end_of_document = json.at("end_of_document").as_int();
-  state.optimizer = json.at("optimizer").as_string();
-  state.state_dtype = json.at("state_dtype").as_string();
+  each_field(state, [&](const char* key, auto& value) { read_value(json.at(key), value); });
   return state;
 }
 
 void check_resumable(const TrainerState& saved, const Json& saved_config,
                      const TrainerState& current, const Json& current_config) {
-  const auto text = [](auto value) { return fmt::format("{}", value); };
+  const auto check = [](const char* key, const auto& before, const auto& now) {
+    check_equal(key, fmt::format("{}", before), fmt::format("{}", now));
+  };
   check_same_model(saved_config, current_config);
-  check_equal("data.seq_len", text(saved.seq_len), text(current.seq_len));
-  check_equal("train.seed", text(saved.seed), text(current.seed));
-  check_equal("data.mask_documents", text(saved.mask_documents), text(current.mask_documents));
-  check_equal("the tokenizer of data.train", saved.tokenizer_hash, current.tokenizer_hash);
-  check_equal("the corpus of data.train", saved.corpus, current.corpus);
-  check_equal("optimizer.name", saved.optimizer, current.optimizer);
-  check_equal("optimizer.state_dtype", saved.state_dtype, current.state_dtype);
+  check("data.seq_len", saved.seq_len, current.seq_len);
+  check("train.seed", saved.seed, current.seed);
+  check("data.mask_documents", saved.mask_documents, current.mask_documents);
+  check("the tokenizer of data.train", saved.tokenizer_hash, current.tokenizer_hash);
+  check("the corpus of data.train", saved.corpus, current.corpus);
+  check("optimizer.name", saved.optimizer, current.optimizer);
+  check("optimizer.state_dtype", saved.state_dtype, current.state_dtype);
 }
 
 }  // namespace marrow

@@ -52,11 +52,6 @@ TEST(CommandLine, HelpAndAloneOptionsNeedNothingBesideThem) {
   EXPECT_TRUE(CommandLine(command, {"--help-config"}).flag("help-config"));
 }
 
-TEST(CommandLine, WordsAfterTwoDashesAreArguments) {
-  const Subcommand command = sample();
-  EXPECT_EQ(CommandLine(command, {"--output", "x", "--", "--odd"}).positional(), "--odd");
-}
-
 TEST(CommandLine, FaultsNameTheWordAndTheFix) {
   struct Case {
     std::vector<std::string> words;

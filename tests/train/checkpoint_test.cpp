@@ -25,15 +25,14 @@ void save_one(const ToyModel& toy, const CheckpointWriterOptions& options, int64
 
 TEST(CheckpointTest, BytesDoNotDependOnTheSplit) {
   for (const OptimizerName optimizer : {OptimizerName::kAdamW, OptimizerName::kMuon}) {
-    for (const TensorDtype state : {TensorDtype::kF32, TensorDtype::kBF16}) {
+    for (const at::ScalarType state : {at::kFloat, at::kBFloat16}) {
       const ToyModel toy(optimizer);
       std::map<std::string, std::string> first;
       for (const size_t ranks : {1, 2, 3, 5}) {
         const TemporaryFolder folder;
         CheckpointWriterOptions options = options_for(folder, /*async=*/ranks % 2 == 0);
         options.state_dtype = state;
-        const auto dtype = state == TensorDtype::kBF16 ? at::kBFloat16 : at::kFloat;
-        save_as_ranks(toy, cut(toy, ranks, 11 * static_cast<unsigned>(ranks), 1, dtype), options,
+        save_as_ranks(toy, cut(toy, ranks, 11 * static_cast<unsigned>(ranks), 1, state), options,
                       1);
         const auto files = contents(step_folder(options.dir, 1));
         if (first.empty()) first = files;

@@ -1,6 +1,6 @@
 #include "ops/pch.h"
 
-#include "train/tensorboard.h"
+#include "train/metrics.h"
 
 #include <gtest/gtest.h>
 #include <unistd.h>

@@ -1,12 +1,10 @@
-#include "base/safetensors.h"
+#include "models/safetensors.h"
 
 #include <gtest/gtest.h>
 #include <unistd.h>
 
 #include <cstring>
 #include <filesystem>
-
-#include "base/staged_folder.h"
 
 namespace marrow {
 namespace {
@@ -30,14 +28,13 @@ class SafetensorsTest : public ::testing::Test {
   }
   std::string write(const std::string& bytes) {
     const std::string path = folder_ + "/file.safetensors";
-    OutputFile file(path);
-    file.append(std::as_bytes(std::span(bytes.data(), bytes.size())));
+    OutputFile(path).append(bytes);
     return path;
   }
   // The error's text; fails if the file is accepted or the error is of another kind.
   std::string refusal(const std::string& path) {
     try {
-      SafetensorsFile file(path);
+      TensorFiles file({path});
     } catch (const Error& error) {
       EXPECT_EQ(error.report().code, ExitCode::kBadInput);
       EXPECT_NE(std::string(error.what()).find(path), std::string::npos) << error.what();
@@ -56,16 +53,16 @@ void expect_contains(const std::string& text, std::initializer_list<const char*>
 
 TEST_F(SafetensorsTest, WritesAtPlannedOffsetsAndReadsBack) {
   const SafetensorsLayout layout =
-      layout_safetensors("x", {{"scalar", TensorDtype::kF64, {}},
-                               {"a \"quoted\" name", TensorDtype::kF32, {2, 3}},
-                               {"none", TensorDtype::kI64, {0, 5}},
-                               {"halves", TensorDtype::kBF16, {3}}});
+      layout_safetensors("x", {{{"scalar", {}}, at::kDouble},
+                               {{"a \"quoted\" name", {2, 3}}, at::kFloat},
+                               {{"none", {0, 5}}, at::kLong},
+                               {{"halves", {3}}, at::kBFloat16}});
   EXPECT_EQ(layout.header.size() % 8, 0u);
   EXPECT_EQ(layout.file_bytes, static_cast<int64_t>(layout.header.size()) + 8 + 24 + 0 + 6);
   const std::string path = folder_ + "/x";
   {
     OutputFile first(path);
-    first.append(std::as_bytes(std::span(layout.header.data(), layout.header.size())));
+    first.append(layout.header);
     first.truncate_to(layout.file_bytes);
   }
   const std::array<float, 6> values{1, 2, 3, 4, 5, 6};
@@ -74,21 +71,19 @@ TEST_F(SafetensorsTest, WritesAtPlannedOffsetsAndReadsBack) {
   second.write_at(layout.tensors[1].begin, std::as_bytes(std::span(values)).first(8));
   second.close();
 
-  const SafetensorsFile file(path);
-  ASSERT_EQ(file.tensors().size(), 4u);
-  const StoredTensor* tensor = file.find("a \"quoted\" name");
-  ASSERT_NE(tensor, nullptr);
-  EXPECT_EQ(tensor->shape, (std::vector<int64_t>{2, 3}));
-  EXPECT_EQ(std::memcmp(file.bytes(*tensor).data(), values.data(), sizeof values), 0);
+  const TensorFiles file({path});
+  ASSERT_EQ(file.names().size(), 4u);
+  const at::Tensor read = file.read_whole("a \"quoted\" name");
+  EXPECT_TRUE(read.equal(at::arange(1, 7, at::kFloat).view({2, 3})));
   EXPECT_EQ(file.find("none")->elements(), 0);
   EXPECT_EQ(file.find("scalar")->elements(), 1);
   EXPECT_EQ(file.find("absent"), nullptr);
 }
 
 TEST_F(SafetensorsTest, ShardsKeepOrderAndLimit) {
-  std::vector<TensorDeclaration> tensors;
+  std::vector<StoredTensor> tensors;
   for (int i = 0; i < 7; ++i) {
-    tensors.push_back({fmt::format("t{}", i), TensorDtype::kF32, {i == 3 ? 100 : 10}});
+    tensors.push_back({{fmt::format("t{}", i), {i == 3 ? 100 : 10}}, at::kFloat});
   }
   const auto shards = layout_shards("model", tensors, 80);
   ASSERT_EQ(shards.size(), 5u);  // t0 t1 | t2 | t3 (400 bytes, alone) | t4 t5 | t6
@@ -118,7 +113,7 @@ TEST_F(SafetensorsTest, RefusesFaultyEntries) {
     return fmt::format(R"({{"w":{{"dtype":"{}","shape":{},"data_offsets":{}}}}})", dtype, shape,
                        offsets);
   };
-  EXPECT_NO_THROW(SafetensorsFile(make_file(one("F32", "[2]", "[0,8]"), 8)));
+  EXPECT_NO_THROW(TensorFiles({make_file(one("F32", "[2]", "[0,8]"), 8)}));
   expect_contains(refusal(make_file(one("F31", "[2]", "[0,8]"), 8)), {"w.dtype", "F31"});
   expect_contains(refusal(make_file(one("F32", "[2]", "[0,9]"), 9)), {"w.data_offsets", "9", "8"});
   expect_contains(refusal(make_file(one("F32", "[2]", "[0,16]"), 8)), {"out of range", "16", "8"});
@@ -142,7 +137,7 @@ TEST_F(SafetensorsTest, RefusesGapsOverlapsAndExcess) {
                        R"("{}":{{"dtype":"U8","shape":[8],"data_offsets":{}}}}})",
                        first, name, second);
   };
-  EXPECT_NO_THROW(SafetensorsFile(make_file(two("[8,16]", "[0,8]"), 16)));  // any order in JSON
+  EXPECT_NO_THROW(TensorFiles({make_file(two("[8,16]", "[0,8]"), 16)}));  // any order in JSON
   expect_contains(refusal(make_file(two("[0,8]", "[4,12]"), 12)), {"\"b\"", "overlaps", "\"a\""});
   expect_contains(refusal(make_file(two("[0,8]", "[0,8]"), 8)), {"overlaps"});
   expect_contains(refusal(make_file(two("[0,8]", "[9,17]"), 17)), {"gap", "\"b\""});
@@ -154,46 +149,11 @@ TEST_F(SafetensorsTest, RefusesGapsOverlapsAndExcess) {
 // Every prefix of a sound file is refused: no truncation passes.
 TEST_F(SafetensorsTest, RefusesEveryTruncation) {
   const SafetensorsLayout layout =
-      layout_safetensors("x", {{"a", TensorDtype::kF32, {3}}, {"b", TensorDtype::kI32, {2, 2}}});
+      layout_safetensors("x", {{{"a", {3}}, at::kFloat}, {{"b", {2, 2}}, at::kInt}});
   const std::string whole = layout.header + std::string(28, 'x');
-  EXPECT_NO_THROW(SafetensorsFile(write(whole)));
+  EXPECT_NO_THROW(TensorFiles({write(whole)}));
   for (size_t n = 0; n < whole.size(); ++n)
-    EXPECT_THROW(SafetensorsFile(write(whole.substr(0, n))), Error);
-}
-
-TEST_F(SafetensorsTest, StagedFolderAppearsWholeOrNotAtAll) {
-  const std::string target = folder_ + "/made/target";
-  {
-    StagedFolder staged(target, 10);
-    staged.write_text("a.txt", "one");
-    EXPECT_FALSE(fs::exists(target));
-  }
-  EXPECT_FALSE(fs::exists(staging_path(target)));  // not published: removed
-  fs::create_directories(staging_path(target) + "/stale");
-  StagedFolder staged(target, 10);
-  staged.write_text("a.txt", "two");
-  staged.publish();
-  EXPECT_EQ(read_text_file(target + "/a.txt"), "two");
-  EXPECT_FALSE(fs::exists(target + "/stale"));
-
-  StagedFolder replacement(target, 10);
-  replacement.write_text("b.txt", "three");
-  replacement.publish();
-  EXPECT_FALSE(fs::exists(target + "/a.txt"));
-  EXPECT_EQ(read_text_file(target + "/b.txt"), "three");
-  EXPECT_FALSE(fs::exists(staging_path(target)));
-  EXPECT_THROW(check_output_is_new(target, "--output"), Error);
-  EXPECT_NO_THROW(check_output_is_new(folder_ + "/new", "--output"));
-}
-
-TEST_F(SafetensorsTest, NamesBytesWantedAndFree) {
-  try {
-    StagedFolder staged(folder_ + "/huge", int64_t{1} << 60);
-    FAIL() << "accepted";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.report().code, ExitCode::kDeviceFault);
-    expect_contains(error.what(), {"1152921504606846976", "/huge", "free"});
-  }
+    EXPECT_THROW(TensorFiles({write(whole.substr(0, n))}), Error);
 }
 
 }  // namespace
