@@ -31,6 +31,11 @@ int lock_file(const std::string& path) {
 
 }  // namespace
 
+void CorpusWriter::Output::append(std::span<const std::byte> bytes) {
+  buffer.insert(buffer.end(), bytes.begin(), bytes.end());
+  if (buffer.size() >= size_t{1} << 22) flush();
+}
+
 void CorpusWriter::Output::flush() {
   file.append(buffer);
   buffer.clear();
@@ -58,7 +63,7 @@ CorpusWriter::CorpusWriter(std::string prefix, CorpusInfo info, bool overwrite)
   lock_ = lock_file(prefix_ + ".bin.tmp");
   bin_.emplace(prefix_ + ".bin.tmp");
   idx_.emplace(prefix_ + ".idx.tmp");
-  idx_->put(std::array<char, kIndexHeaderBytes>{});  // finish() fills it in
+  idx_->append(std::array<std::byte, kIndexHeaderBytes>{});  // finish() fills it in
 }
 
 CorpusWriter::~CorpusWriter() {
@@ -78,10 +83,9 @@ void CorpusWriter::append(std::span<const int32_t> ids, std::span<const int32_t>
                Fix("report this tokenizer.json: its ids do not fit its vocabulary"),
                "tokenizer {} gave ids in [{}, {}], its vocabulary has {}", info_.tokenizer, lowest,
                highest, info_.vocab_size);
-  for (const int32_t id : ids) {
-    width_ == 4 ? bin_->put(id) : bin_->put(static_cast<uint16_t>(id));
-  }
-  for (const int32_t length : lengths) idx_->put(length);
+  const std::vector<uint16_t> narrow(ids.begin(), width_ == 2 ? ids.end() : ids.begin());
+  bin_->append(width_ == 2 ? std::as_bytes(std::span(narrow)) : std::as_bytes(ids));
+  idx_->append(std::as_bytes(lengths));
   documents_ += static_cast<int64_t>(lengths.size());
   tokens_ += static_cast<int64_t>(ids.size());
 }

@@ -56,12 +56,8 @@ class CorpusWriter {
  private:
   struct Output {
     explicit Output(const std::string& path) : file(path) {}
-    template <class T>
-    void put(const T& value) {
-      const auto* const bytes = reinterpret_cast<const std::byte*>(&value);
-      buffer.insert(buffer.end(), bytes, bytes + sizeof value);
-      if (buffer.size() >= size_t{1} << 22) flush();
-    }
+    void append(std::span<const std::byte> bytes);
+    void put(int64_t value) { append(std::as_bytes(std::span(&value, 1))); }
     void flush();
     OutputFile file;
     std::vector<std::byte> buffer;
