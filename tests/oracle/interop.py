@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-os.environ.setdefault("MARROW", "build/marrow")
+os.environ.setdefault("MARROW", str(Path(__file__).resolve().parents[2] / "build/marrow"))
 import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
