@@ -42,10 +42,9 @@ __attribute__((section(".preinit_array"),
                used)) void (*const kBeforeLibraries)(int, char**, char**) = wait_passively;
 
 std::vector<Subcommand> all_commands() {
-  using namespace marrow;
-  return {tokenize_command(), pretrain_command(), eval_command(),
-          generate_command(), export_command(),   import_command(),
-          inspect_command(),  report_command(),   doctor_command()};
+  return {marrow::tokenize_command(), marrow::pretrain_command(), marrow::eval_command(),
+          marrow::generate_command(), marrow::export_command(),   marrow::import_command(),
+          marrow::inspect_command(),  marrow::report_command(),   marrow::doctor_command()};
 }
 
 std::string overview(const std::vector<Subcommand>& commands) {
