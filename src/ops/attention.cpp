@@ -1,14 +1,10 @@
 #include "ops/attention.h"
 
 #include "ops/attention_cpu.h"
-#include "ops/saved_state.h"
+#include "ops/op_tools.h"
 
 namespace marrow {
 namespace {
-
-using at::Tensor;
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 enum class Kernel { kCpu, kCudnn, kFlash };
 
@@ -88,6 +84,10 @@ FlashShape flash_shape(const AttentionLayout& layout, Tensor offsets, at::Device
   return shape;
 }
 
+CpuAttention cpu_attention(const AttentionState& state) {
+  return {segments(state.layout), state.layout.window, state.scale};
+}
+
 struct AttentionFunction : torch::autograd::Function<AttentionFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
                         const AttentionState& state) {
@@ -122,21 +122,15 @@ struct AttentionFunction : torch::autograd::Function<AttentionFunction> {
 
   static Tensor forward_cpu(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
                             const AttentionState& state) {
-    const Tensor out = at::empty({q.size(0), q.size(1), v.size(2)}, q.options());
-    const Tensor lse = at::empty({q.size(0), q.size(1)}, q.options().dtype(at::kFloat));
-    attention_forward_cpu({segments(state.layout), state.layout.window, state.scale}, q, k, v, out,
-                          lse);
+    const auto [out, lse] = attention_forward_cpu(cpu_attention(state), q, k, v);
     ctx->save_for_backward({q, k, v, out, lse});
     return out;
   }
 
   static variable_list backward_cpu(const variable_list& saved, const Tensor& d_out,
                                     const AttentionState& state) {
-    const Tensor dq = at::empty(saved[0].sizes(), saved[0].options());
-    const Tensor dk = at::empty(saved[1].sizes(), saved[1].options());
-    const Tensor dv = at::empty(saved[2].sizes(), saved[2].options());
-    attention_backward_cpu({segments(state.layout), state.layout.window, state.scale}, saved[0],
-                           saved[1], saved[2], saved[3], saved[4], d_out, dq, dk, dv);
+    const auto [dq, dk, dv] = attention_backward_cpu(cpu_attention(state), saved[0], saved[1],
+                                                     saved[2], saved[3], saved[4], d_out);
     return {dq, dk, dv, Tensor()};
   }
 
@@ -276,26 +270,6 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Attent
   return AttentionFunction::apply(with_dense_rows(q), with_dense_rows(k), with_dense_rows(v),
                                   AttentionState{layout, scale, deterministic, training,
                                                  choose_kernel(q, v, layout, deterministic)});
-}
-
-Tensor attention_decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
-                        const Tensor& lengths, double scale, int64_t window) {
-  MARROW_CHECK(
-      q.dim() == 3 && k_cache.dim() == 4 && v_cache.dim() == 4 && k_cache.size(0) == q.size(0) &&
-          lengths.numel() == q.size(0) && q.size(1) % k_cache.size(2) == 0,
-      ExitCode::kUsage, Fix("pass one query token and one length for each cached sequence"),
-      "attention_decode: q {}, cache {}, lengths {}", c10::str(q.sizes()),
-      c10::str(k_cache.sizes()), c10::str(lengths.sizes()));
-  const int64_t kv_heads = k_cache.size(2);
-  const Tensor grouped = q.unflatten(1, {kv_heads, q.size(1) / kv_heads});  // [B, Hkv, g, D]
-  const Tensor scores =
-      at::matmul(grouped, k_cache.permute({0, 2, 3, 1})).to(at::kFloat).mul(scale);
-  const Tensor key = at::arange(k_cache.size(1), lengths.options());
-  const Tensor length = lengths.view({-1, 1, 1, 1});
-  Tensor hidden = key.ge(length);
-  if (window > 0) hidden = hidden.logical_or(key.lt(length - window));
-  const Tensor weights = scores.masked_fill(hidden, -INFINITY).softmax(-1).to(q.scalar_type());
-  return at::matmul(weights, v_cache.transpose(1, 2)).flatten(1, 2);
 }
 
 }  // namespace marrow

@@ -1,8 +1,27 @@
-// What the row-wise kernels share: wide loads and stores, sums over a block and over partial rows.
+// What kernels share: checks of launches, wide loads and stores, sums over a block and over partial
+// rows. Neither torch's headers nor base/error.h come here: nvcc needs 2 s for a plain file and
+// over a minute for one with torch.
 #pragma once
-#include "ops/cuda_check.cuh"
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include "ops/cuda_kernels.h"
+
+// Throws unless `call` returned cudaSuccess. After a launch: MARROW_CUDA_CHECK(cudaGetLastError()).
+#define MARROW_CUDA_CHECK(call)                                                                 \
+  do {                                                                                          \
+    const cudaError_t marrow_status = (call);                                                   \
+    if (marrow_status != cudaSuccess) {                                                         \
+      ::marrow::throw_cuda_error(#call, cudaGetErrorString(marrow_status), __FILE__, __LINE__); \
+    }                                                                                           \
+  } while (false)
 
 namespace marrow {
+
+// In op_tools.cpp. The error (kDeviceFault) names the call and CUDA's text.
+[[noreturn]] void throw_cuda_error(const char* call, const char* status, const char* file,
+                                   int line);
+cudaStream_t current_stream();  // ATen's
 
 using bf16 = __nv_bfloat16;
 
@@ -67,14 +86,44 @@ static __global__ void add_column_sums(const float* partials, int64_t rows, int6
 }
 
 inline void launch_add_column_sums(const float* partials, int64_t rows, int64_t stride,
-                                   int64_t columns, float* target, cudaStream_t stream) {
-  add_column_sums<<<(columns + 31) / 32, dim3(32, 32), 0, stream>>>(partials, rows, stride, columns,
-                                                                    target);
+                                   int64_t columns, float* target) {
+  add_column_sums<<<(columns + 31) / 32, dim3(32, 32), 0, current_stream()>>>(
+      partials, rows, stride, columns, target);
   MARROW_CUDA_CHECK(cudaGetLastError());
 }
 
 inline bool aligned_to(const void* pointer, uintptr_t bytes) {
   return pointer == nullptr || reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
+}
+
+// Whether rows of `width` elements of the views' dtype (the first one's) can be read in packs of 16
+// bytes.
+template <typename... Views>
+bool in_packs(int64_t width, const View& first, const Views&... others) {
+  return width % (first.bf16 ? 8 : 4) == 0 && aligned_to(first.data, 16) &&
+         (aligned_to(others.data, 16) && ...);
+}
+
+// Calls launch<T>() for T = bf16 or float.
+template <typename Launch>
+void launch_typed(bool is_bf16, const Launch& launch) {
+  is_bf16 ? launch.template operator()<bf16>() : launch.template operator()<float>();
+  MARROW_CUDA_CHECK(cudaGetLastError());
+}
+
+// Calls launch<T, N>() for packs of N elements of T: 16 bytes where `packs`, else one element.
+template <typename Launch>
+void launch_packs(bool is_bf16, bool packs, const Launch& launch) {
+  if (is_bf16) {
+    packs ? launch.template operator()<bf16, 8>() : launch.template operator()<bf16, 1>();
+  } else {
+    packs ? launch.template operator()<float, 4>() : launch.template operator()<float, 1>();
+  }
+  MARROW_CUDA_CHECK(cudaGetLastError());
+}
+
+inline unsigned blocks_for(int64_t items, int64_t per_block) {
+  return static_cast<unsigned>((items + per_block - 1) / per_block);
 }
 
 }  // namespace marrow

@@ -1,5 +1,4 @@
-#include "ops/cuda_check.cuh"
-#include "ops/reductions_cuda.h"
+#include "ops/kernel_tools.cuh"
 
 namespace marrow {
 namespace {
@@ -55,12 +54,13 @@ __global__ void add_partial(const double* partial, double* total) {
 
 }  // namespace
 
-void add_sum_of_squares_cuda(const float* flat, int64_t n, double* partial, double* total,
-                             void* stream) {
-  const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  const int64_t head = min(n, static_cast<int64_t>(-(reinterpret_cast<intptr_t>(flat) / 4) & 3));
-  square_sums<<<kSumBlocks, kThreads, 0, cuda_stream>>>(flat, (n - head) / 4, head, n, partial);
-  add_partial<<<1, kThreads, 0, cuda_stream>>>(partial, total);
+void add_sum_of_squares_cuda(View flat, View partial, View total) {
+  const int64_t n = flat.elements;
+  const int64_t head =
+      min(n, static_cast<int64_t>(-(reinterpret_cast<intptr_t>(flat.data) / 4) & 3));
+  square_sums<<<kSumBlocks, kThreads, 0, current_stream()>>>(flat, (n - head) / 4, head, n,
+                                                             partial);
+  add_partial<<<1, kThreads, 0, current_stream()>>>(partial, total);
   MARROW_CUDA_CHECK(cudaGetLastError());
 }
 
