@@ -20,32 +20,6 @@ Tensor by_token(const Tensor& x, at::ScalarType dtype) {
   return x.transpose(0, 1).to(dtype).contiguous().flatten(1, 2);
 }
 
-// values = exp(values − shift); returns their sum.
-float exp_row(float* values, int64_t size, float shift) {
-  __m256 sums = _mm256_setzero_ps();
-  int64_t c = 0;
-  for (; c + 8 <= size; c += 8) {
-    const __m256 e = exp8(_mm256_sub_ps(_mm256_loadu_ps(values + c), _mm256_set1_ps(shift)));
-    _mm256_storeu_ps(values + c, e);
-    sums = _mm256_add_ps(sums, e);
-  }
-  float sum = sum8(sums);
-  if (c == size) return sum;
-  store8(values + c, exp8(_mm256_sub_ps(load8(values + c, size - c), _mm256_set1_ps(shift))),
-         size - c);
-  for (; c < size; ++c) sum += values[c];
-  return sum;
-}
-
-float max_of_row(const float* values, int64_t size) {
-  __m256 most = _mm256_set1_ps(-INFINITY);
-  int64_t c = 0;
-  for (; c + 8 <= size; c += 8) most = _mm256_max_ps(most, _mm256_loadu_ps(values + c));
-  float result = max8(most);
-  for (; c < size; ++c) result = std::max(result, values[c]);
-  return result;
-}
-
 // Query rows of tokens [first, last) of a segment, and the keys [first_key, last) that some of them
 // see. first_row and first_key are rows of the [Hkv, T, …] tensors.
 struct Block {

@@ -99,4 +99,30 @@ inline float max8(__m256 x) {
   return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
 }
 
+// values = exp(values − shift); returns their sum.
+inline float exp_row(float* values, int64_t size, float shift) {
+  __m256 sums = _mm256_setzero_ps();
+  int64_t c = 0;
+  for (; c + 8 <= size; c += 8) {
+    const __m256 e = exp8(_mm256_sub_ps(_mm256_loadu_ps(values + c), _mm256_set1_ps(shift)));
+    _mm256_storeu_ps(values + c, e);
+    sums = _mm256_add_ps(sums, e);
+  }
+  float sum = sum8(sums);
+  if (c == size) return sum;
+  store8(values + c, exp8(_mm256_sub_ps(load8(values + c, size - c), _mm256_set1_ps(shift))),
+         size - c);
+  for (; c < size; ++c) sum += values[c];
+  return sum;
+}
+
+inline float max_of_row(const float* values, int64_t size) {
+  __m256 most = _mm256_set1_ps(-INFINITY);
+  int64_t c = 0;
+  for (; c + 8 <= size; c += 8) most = _mm256_max_ps(most, _mm256_loadu_ps(values + c));
+  float result = max8(most);
+  for (; c < size; ++c) result = std::max(result, values[c]);
+  return result;
+}
+
 }  // namespace marrow

@@ -29,8 +29,6 @@ struct View {
   bool bf16 = false;
 };
 
-// ---- adamw
-
 // The scalars of an AdamW step, as the kernels use them.
 struct AdamwFactors {
   float decay;  // 1 - lr · weight_decay
@@ -45,8 +43,6 @@ struct AdamwFactors {
 void adamw_update_cuda(View master, View working, View grad, View exp_avg, View exp_avg_sq,
                        View grad_scale, const AdamwFactors& factors);
 
-// ---- embedding
-
 // out[t] = weight[ids[t]].
 void embedding_forward_cuda(View ids, View weight, View out);
 
@@ -56,8 +52,6 @@ void embedding_backward_cuda(View ids, View d_out, View grad);
 // The same in the order given: sorted_ids ascends, and position[i] int64 is sorted_ids[i]'s token.
 void embedding_backward_sorted_cuda(View sorted_ids, View position, View d_out, View grad);
 
-// ---- expert_permutation
-
 constexpr int64_t kPairsPerBlock = 2048;  // of a counting sort's block
 
 // Sorts the pairs of experts [T, k] by expert, stable; block_rows [⌈pairs / kPairsPerBlock⌉, E] is
@@ -65,12 +59,8 @@ constexpr int64_t kPairsPerBlock = 2048;  // of a counting sort's block
 void expert_permutation_cuda(View experts, View block_rows, View offsets, View source_of_row,
                              View rows_of_source, View slot_of_row);
 
-// ---- grouped_linear
-
 // accumulator fp32 += addend bf16.
 void add_bf16_to_fp32_cuda(View accumulator, View addend);
-
-// ---- linear_cross_entropy
 
 // Row r of logits [R, V]: losses[r] = -log softmax(row)[targets[r]], 0 where the target is -1 (NaN
 // where it is outside the vocabulary). with_gradient overwrites the row by gradient_scale · d loss
@@ -81,8 +71,6 @@ void cross_entropy_cuda(View logits, View targets, View losses, float gradient_s
 // *loss_sum = Σ losses, in a fixed order, in fp64.
 void sum_losses_cuda(View losses, View loss_sum);
 
-// ---- muon
-
 // momentum_buffer = lerp(momentum_buffer, g, 1 - momentum); direction (bf16) = lerp(g,
 // momentum_buffer, momentum), g = *grad_scale · grad. A gated step (scale 0 or not finite) leaves
 // the buffer alone and gives zeros.
@@ -92,8 +80,6 @@ void muon_momentum_cuda(View grad, View momentum_buffer, View direction, View gr
 // master = decay · master - step_size · orthogonal (bf16) unless gated; working bf16 or none.
 void muon_apply_cuda(View master, View working, View orthogonal, View grad_scale, float decay,
                      float step_size);
-
-// ---- qk_norm_rope and rms_norm
 
 // Most rows of the `partials` of their backwards: blocks, each with its own sum for the weight's
 // gradient. 8 for each of an H200's 132 multiprocessors.
@@ -126,14 +112,10 @@ void rms_norm_forward_cuda(View x, View residual, View weight, View sum, View no
 void rms_norm_backward_cuda(View x, View d_normed, View d_sum, View weight, View dx, View partials,
                             View weight_grad, float eps);
 
-// ---- reductions
-
 constexpr int64_t kSumBlocks = 1056;  // partial sums; fixed, so that the order of adding is too
 
 // *total += Σ flat[i]²; partial [kSumBlocks] fp64 is scratch.
 void add_sum_of_squares_cuda(View flat, View partial, View total);
-
-// ---- router
 
 constexpr int64_t kRouterMaxExperts = 512;
 constexpr int64_t kRouterMaxTopK = 32;
@@ -160,8 +142,6 @@ void router_backward_cuda(const RouterShape& shape, View probabilities, View lse
                           View weights, View d_weights, View balance_gradient,
                           float z_loss_gradient, View d_logits);
 
-// ---- rows
-
 // out[r] = x[source[r]], zero where source is -1.
 void gather_rows_cuda(View x, View source, View out);
 
@@ -171,8 +151,6 @@ void sum_rows_cuda(View rows, View rows_of_source, View residual, View out);
 
 // out[i] = values[index[i]], 0 where index is -1.
 void gather_values_cuda(View values, View index, View out);
-
-// ---- swiglu
 
 // gate_up [R, 2I], row_weight [R] or none, out [R, I].
 void swiglu_forward_cuda(View gate_up, View row_weight, View out);

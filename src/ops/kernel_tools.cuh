@@ -47,8 +47,8 @@ __device__ __forceinline__ void store_pack(T* to, const float (&from)[N]) {
 }
 
 // Sum over aligned groups of kLanes lanes of a warp; every lane of a group gets it.
-template <int kLanes>
-__device__ __forceinline__ float lane_sum(float value) {
+template <int kLanes, typename T>
+__device__ __forceinline__ T lane_sum(T value) {
 #pragma unroll
   for (int step = kLanes / 2; step > 0; step /= 2) {
     value += __shfl_xor_sync(0xffffffffu, value, step);
@@ -56,14 +56,15 @@ __device__ __forceinline__ float lane_sum(float value) {
   return value;
 }
 
-// Sum over a block of whole warps. `scratch` holds 32 floats per use: two uses in a row with the
-// same scratch need a __syncthreads between them.
-__device__ __forceinline__ float block_sum(float value, float* scratch) {
+// Sum over a block of whole warps, in a fixed order. `scratch` holds a value for each warp: two
+// uses in a row with the same scratch need a __syncthreads between them.
+template <typename T>
+__device__ __forceinline__ T block_sum(T value, T* scratch) {
   value = lane_sum<32>(value);
   if (blockDim.x == 32) return value;
   if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = value;
   __syncthreads();
-  float total = 0;
+  T total = 0;
   for (unsigned warp = 0; warp < blockDim.x / 32; ++warp) total += scratch[warp];
   return total;
 }

@@ -14,24 +14,11 @@ constexpr int64_t kCpuRows = 128;                 // of a task: its logits stay 
 // -log p[target]; turns the row into scale · (p - onehot(target)) if with_gradient.
 float cross_entropy_row(float* row, int64_t vocabulary, int64_t target, float scale,
                         bool with_gradient) {
-  const int64_t whole = vocabulary / 8 * 8;
-  __m256 tops = _mm256_set1_ps(-INFINITY);
-  for (int64_t v = 0; v < whole; v += 8) tops = _mm256_max_ps(_mm256_loadu_ps(row + v), tops);
-  float top = max8(tops);
-  for (int64_t v = whole; v < vocabulary; ++v) top = std::max(top, row[v]);
-  const float target_logit = row[target];
-  const __m256 shift = _mm256_set1_ps(top);
+  const float top = max_of_row(row, vocabulary), target_logit = row[target];
   double sum = 0.0;  // of short fp32 sums: one long fp32 sum is off by 1e-4 at large vocabularies
-  for (int64_t begin = 0; begin < whole; begin += 512) {
-    __m256 sums = _mm256_setzero_ps();
-    for (int64_t v = begin; v < std::min(begin + 512, whole); v += 8) {
-      const __m256 e = exp8(_mm256_sub_ps(_mm256_loadu_ps(row + v), shift));
-      _mm256_storeu_ps(row + v, e);
-      sums = _mm256_add_ps(sums, e);
-    }
-    sum += sum8(sums);
+  for (int64_t v = 0; v < vocabulary; v += 512) {
+    sum += exp_row(row + v, std::min<int64_t>(512, vocabulary - v), top);
   }
-  for (int64_t v = whole; v < vocabulary; ++v) sum += row[v] = std::exp(row[v] - top);
   if (with_gradient) {
     const auto factor = static_cast<float>(scale / sum);
     for (int64_t v = 0; v < vocabulary; ++v) row[v] *= factor;
