@@ -72,12 +72,12 @@ void adamw_update(const Tensor& master, const Tensor& working, const Tensor& gra
                   const Tensor& exp_avg, const Tensor& exp_avg_sq, const Tensor& grad_scale,
                   const AdamwStep& step) {
   const at::IntArrayRef sizes = master.sizes();
+  const at::Device device = master.device();
   check_tensor("master", master, at::kFloat, sizes);
-  if (working.defined()) check_tensor("working", working, at::kBFloat16, sizes);
-  check_tensor("grad", grad, at::kFloat, sizes);
-  check_working_dtype("exp_avg", exp_avg);
-  check_tensor("exp_avg", exp_avg, exp_avg.scalar_type(), sizes);
-  check_tensor("exp_avg_sq", exp_avg_sq, exp_avg.scalar_type(), sizes);
+  if (working.defined()) check_tensor("working", working, at::kBFloat16, sizes, device);
+  check_tensor("grad", grad, at::kFloat, sizes, device);
+  check_tensor("exp_avg", exp_avg, kWorkingDtype, sizes, device);
+  check_tensor("exp_avg_sq", exp_avg_sq, exp_avg.scalar_type(), sizes, device);
   const AdamwFactors factors = factors_of(step);
   if (master.is_cuda()) {
     MARROW_CUDA_CALL(

@@ -79,11 +79,13 @@ inline float inverse_rms(const float* x, int64_t size, float eps) {
   return 1.0f / std::sqrt(squares / static_cast<float>(size) + eps);
 }
 
-// target[c] += Σ_r partials[r · stride + c] for c < columns, in the order of r.
+// target[c] += Σ_r partials[r · stride + c] for c < columns, each sum in the order of r.
 inline void add_column_sums(const float* partials, int64_t rows, int64_t stride, int64_t columns,
                             float* target) {
-  for (int64_t r = 0; r < rows; ++r) {
-    for (int64_t c = 0; c < columns; ++c) target[c] += partials[r * stride + c];
+  for (int64_t c = 0; c < columns; ++c) {
+    float sum = 0;
+    for (int64_t r = 0; r < rows; ++r) sum += partials[r * stride + c];
+    target[c] += sum;
   }
 }
 

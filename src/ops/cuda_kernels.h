@@ -43,9 +43,6 @@ struct AdamwFactors {
 void adamw_update_cuda(View master, View working, View grad, View exp_avg, View exp_avg_sq,
                        View grad_scale, const AdamwFactors& factors);
 
-// out[t] = weight[ids[t]].
-void embedding_forward_cuda(View ids, View weight, View out);
-
 // grad[ids[t]] += d_out[t] with fp32 atomics.
 void embedding_backward_cuda(View ids, View d_out, View grad);
 
@@ -67,9 +64,6 @@ void add_bf16_to_fp32_cuda(View accumulator, View addend);
 // / d logits.
 void cross_entropy_cuda(View logits, View targets, View losses, float gradient_scale,
                         bool with_gradient);
-
-// *loss_sum = Σ losses, in a fixed order, in fp64.
-void sum_losses_cuda(View losses, View loss_sum);
 
 // momentum_buffer = lerp(momentum_buffer, g, 1 - momentum); direction (bf16) = lerp(g,
 // momentum_buffer, momentum), g = *grad_scale · grad. A gated step (scale 0 or not finite) leaves
@@ -142,7 +136,7 @@ void router_backward_cuda(const RouterShape& shape, View probabilities, View lse
                           View weights, View d_weights, View balance_gradient,
                           float z_loss_gradient, View d_logits);
 
-// out[r] = x[source[r]], zero where source is -1.
+// out[r] = x[source[r]], zero where source is -1; source int32.
 void gather_rows_cuda(View x, View source, View out);
 
 // out[t] = residual[t] (or 0) + Σ_j rows[rows_of_source[t, j]] over the indices of rows that exist;

@@ -23,21 +23,9 @@ void check_ids(const at::Tensor& ids, const Parameter& weight) {
 Tensor embedding_forward(const Tensor& ids, const Parameter& weight) {
   check_ids(ids, weight);
   const Tensor table = weight.value.detach().contiguous();
+  if (ids.is_cpu()) return at::index_select(table, 0, ids);
   const Tensor out = at::empty({ids.size(0), table.size(1)}, table.options());
-  if (out.numel() == 0) return out;
-  if (ids.is_cuda()) {
-    MARROW_CUDA_CALL(embedding_forward_cuda(ids, table, out));
-    return out;
-  }
-  const int64_t row_bytes = table.size(1) * static_cast<int64_t>(table.element_size());
-  const int32_t* id = ints(ids);
-  const auto* source = static_cast<const char*>(table.const_data_ptr());
-  auto* target = static_cast<char*>(out.data_ptr());
-  at::parallel_for(0, ids.size(0), 1024, [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; ++t) {
-      std::copy_n(source + id[t] * row_bytes, row_bytes, target + t * row_bytes);
-    }
-  });
+  MARROW_CUDA_CALL(gather_rows_cuda(table, ids, out));
   return out;
 }
 

@@ -5,14 +5,6 @@ namespace {
 
 constexpr int kThreads = 256;
 
-template <typename Word>
-__global__ void copy_rows(const int32_t* ids, const Word* weight, Word* out, int64_t words) {
-  const int64_t token = blockIdx.x;
-  const Word* from = weight + static_cast<int64_t>(ids[token]) * words;
-  Word* to = out + token * words;
-  for (int64_t c = threadIdx.x; c < words; c += blockDim.x) to[c] = from[c];
-}
-
 template <typename T>
 __global__ void add_rows(const int32_t* ids, const T* d_out, float* grad, int64_t hidden) {
   const int64_t token = blockIdx.x;
@@ -50,20 +42,6 @@ __global__ void add_sorted_rows(const int32_t* sorted_ids, const int64_t* positi
 }
 
 }  // namespace
-
-void embedding_forward_cuda(View ids, View weight, View out) {
-  const int64_t row_bytes = out.width * (out.bf16 ? 2 : 4);
-  const auto copy = [&]<typename Word>(Word) {
-    copy_rows<Word><<<out.rows, kThreads, 0, current_stream()>>>(
-        ids, weight, out, row_bytes / static_cast<int64_t>(sizeof(Word)));
-  };
-  if (row_bytes % 16 == 0 && aligned_to(weight.data, 16) && aligned_to(out.data, 16)) {
-    copy(uint4{});
-  } else {
-    copy(uint16_t{});
-  }
-  MARROW_CUDA_CHECK(cudaGetLastError());
-}
 
 void embedding_backward_cuda(View ids, View d_out, View grad) {
   if (d_out.width % 4 == 0 && !(aligned_to(grad.data, 16) && aligned_to(d_out.data, 16))) {

@@ -124,7 +124,7 @@ Tensor grouped_linear(const Tensor& rows, const Parameter& weight, const Tensor&
   const at::ScalarType dtype = rows.scalar_type();
   check_tensor(weight.name, weight.value, dtype, {-1, -1, rows.size(-1)});
   check_tensor(weight.name + ": rows", rows, dtype, {-1, -1});
-  check_tensor(weight.name + ": offsets", offsets, at::kInt, {weight.value.size(0)});
+  check_tensor(weight.name + ": offsets", offsets, at::kInt, {weight.value.size(0)}, rows.device());
   const int64_t n = weight.value.size(1), k = weight.value.size(2);
   MARROW_CHECK(rows.is_cpu() || rows.scalar_type() == at::kFloat || (n % 8 == 0 && k % 8 == 0),
                ExitCode::kUsage,

@@ -1,5 +1,7 @@
 #include "ops/linear_cross_entropy.h"
 
+#include <numeric>
+
 #include "ops/cpu_math.h"
 #include "ops/linear.h"
 #include "ops/op_tools.h"
@@ -79,9 +81,7 @@ LinearCrossEntropy run_cpu(const Tensor& x, const Parameter& weight, const Tenso
             xs + first * hidden, hidden, 1.0f, dw + begin * hidden, hidden);
     });
   }
-  double sum = 0.0;
-  for (const float loss : losses) sum += loss;
-  *floats(result.loss_sum) = static_cast<float>(sum);
+  *floats(result.loss_sum) = static_cast<float>(std::accumulate(losses.begin(), losses.end(), 0.0));
   if (with_gradient) result.d_x = result.d_x.to(x.scalar_type());
   return result;
 }
@@ -89,11 +89,10 @@ LinearCrossEntropy run_cpu(const Tensor& x, const Parameter& weight, const Tenso
 LinearCrossEntropy run_gpu(const Tensor& x, const Parameter& weight, const Tensor& targets,
                            double gradient_scale, bool with_gradient) {
   const int64_t tokens = x.size(0), vocabulary = weight.value.size(0);
-  const auto fp32 = x.options().dtype(at::kFloat);
   const Tensor w = weight.value.detach();
-  LinearCrossEntropy result{at::empty({1}, fp32), {}};
+  LinearCrossEntropy result;
   if (with_gradient) result.d_x = at::empty(x.sizes(), x.options());
-  const Tensor losses = at::empty({tokens}, fp32);
+  const Tensor losses = at::empty({tokens}, x.options().dtype(at::kFloat));
   const Tensor buffer = at::empty({std::min(tokens, kGpuChunk), vocabulary}, x.options());
   for (int64_t first = 0; first < tokens; first += kGpuChunk) {
     const int64_t count = std::min(kGpuChunk, tokens - first);
@@ -108,7 +107,7 @@ LinearCrossEntropy run_gpu(const Tensor& x, const Parameter& weight, const Tenso
     at::mm_out(dx, logits, w);
     accumulate_weight_grad(weight.grad, logits, rows);
   }
-  MARROW_CUDA_CALL(sum_losses_cuda(losses, result.loss_sum));
+  result.loss_sum = losses.sum({0}, /*keepdim=*/true, at::kDouble).to(at::kFloat);
   return result;
 }
 
@@ -118,9 +117,9 @@ LinearCrossEntropy linear_cross_entropy(const Tensor& x, const Parameter& weight
                                         const Tensor& targets, double gradient_scale,
                                         bool with_gradient) {
   const at::NoGradGuard no_grad;
-  check_tensor(weight.name + ": x", x, x.scalar_type(), {-1, -1});
+  check_tensor(weight.name + ": x", x, kWorkingDtype, {-1, -1});
   check_tensor(weight.name, weight.value, x.scalar_type(), {-1, x.size(1)});
-  check_tensor(weight.name + ": targets", targets, at::kInt, {x.size(0)});
+  check_tensor(weight.name + ": targets", targets, at::kInt, {x.size(0)}, x.device());
   MARROW_CHECK(!with_gradient || weight.grad.defined(), ExitCode::kUsage,
                Fix("give the head's Parameter a gradient buffer, or pass with_gradient = false"),
                "{} has no gradient buffer", weight.name);

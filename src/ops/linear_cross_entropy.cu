@@ -106,19 +106,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-__global__ void sum_all(const float* losses, int64_t count, float* loss_sum) {
-  __shared__ double sums[kThreads];
-  double sum = 0.0;
-  for (int64_t i = threadIdx.x; i < count; i += kThreads) sum += losses[i];
-  sums[threadIdx.x] = sum;
-  __syncthreads();
-  for (int half = kThreads / 2; half > 0; half /= 2) {
-    if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
-    __syncthreads();
-  }
-  if (threadIdx.x == 0) *loss_sum = static_cast<float>(sums[0]);
-}
-
 }  // namespace
 
 void cross_entropy_cuda(View logits, View targets, View losses, float gradient_scale,
@@ -137,11 +124,6 @@ void cross_entropy_cuda(View logits, View targets, View losses, float gradient_s
     kernel<<<blocks, kThreads, cached * bytes, current_stream()>>>(
         logits, targets, losses, logits.rows, logits.width, cached, gradient_scale, with_gradient);
   });
-}
-
-void sum_losses_cuda(View losses, View loss_sum) {
-  sum_all<<<1, kThreads, 0, current_stream()>>>(losses, losses.elements, loss_sum);
-  MARROW_CUDA_CHECK(cudaGetLastError());
 }
 
 }  // namespace marrow

@@ -55,9 +55,10 @@ void muon_update(const Tensor& master, const Tensor& working, const Tensor& grad
   MARROW_CHECK(master.dim() == 3, ExitCode::kUsage, Fix("pass [b, n, m] views (ops/muon.h)"),
                "the masters are {}", c10::str(master.sizes()));
   check_tensor("master", master, at::kFloat, master.sizes());
-  check_tensor("grad", grad, at::kFloat, master.sizes());
-  check_tensor("momentum_buffer", momentum_buffer, at::kFloat, master.sizes());
-  if (working.defined()) check_tensor("working", working, at::kBFloat16, master.sizes());
+  const at::Device device = master.device();
+  check_tensor("grad", grad, at::kFloat, master.sizes(), device);
+  check_tensor("momentum_buffer", momentum_buffer, at::kFloat, master.sizes(), device);
+  if (working.defined()) check_tensor("working", working, at::kBFloat16, master.sizes(), device);
   if (master.numel() == 0) return;
   const int64_t matrix = master.size(1) * master.size(2);
   const int64_t batch = std::max<int64_t>(1, kElementsAtOnce / matrix);

@@ -7,28 +7,23 @@
 namespace marrow {
 
 void check_tensor(std::string_view name, const Tensor& tensor, at::ScalarType dtype,
-                  at::IntArrayRef sizes) {
-  bool fits = tensor.defined() && tensor.scalar_type() == dtype && tensor.is_contiguous() &&
-              tensor.dim() == static_cast<int64_t>(sizes.size());
+                  at::IntArrayRef sizes, std::optional<at::Device> device) {
+  MARROW_CHECK(tensor.defined(), ExitCode::kUsage, Fix("pass this tensor"), "{} is undefined",
+               name);
+  const at::ScalarType type = tensor.scalar_type();
+  bool fits = dtype == kWorkingDtype ? type == at::kFloat || type == at::kBFloat16 : type == dtype;
+  fits = fits && tensor.is_contiguous() && tensor.device() == device.value_or(tensor.device()) &&
+         tensor.dim() == static_cast<int64_t>(sizes.size());
   for (size_t i = 0; fits && i < sizes.size(); ++i) {
     fits = sizes[i] == -1 || sizes[i] == tensor.size(static_cast<int64_t>(i));
   }
-  if (fits) return;
-  MARROW_CHECK(tensor.defined(), ExitCode::kUsage, Fix("pass this tensor"), "{} is undefined",
-               name);
-  MARROW_THROW(
-      ExitCode::kUsage,
-      Fix("compare config.json with the weights' shapes, and train.dtype with the model's"),
-      "{} is {} {}{}; it must be contiguous {} {} (-1: any)", name,
-      c10::toString(tensor.scalar_type()), c10::str(tensor.sizes()),
-      tensor.is_contiguous() ? "" : " with gaps", c10::toString(dtype), c10::str(sizes));
-}
-
-void check_working_dtype(std::string_view name, const Tensor& tensor) {
-  MARROW_CHECK(tensor.scalar_type() == at::kFloat || tensor.scalar_type() == at::kBFloat16,
-               ExitCode::kUsage, Fix("set train.dtype to fp32 or bf16"),
-               "{} is {}; operators compute in float or bfloat16", name,
-               c10::toString(tensor.scalar_type()));
+  MARROW_CHECK(fits, ExitCode::kUsage,
+               Fix("compare config.json with the weights' shapes; set train.dtype to fp32 or bf16"),
+               "{} is {} {}{} on {}; it must be contiguous {} {} on {} (-1: any size)", name,
+               c10::toString(type), c10::str(tensor.sizes()),
+               tensor.is_contiguous() ? "" : " with gaps", tensor.device().str(),
+               dtype == kWorkingDtype ? "fp32 or bf16" : c10::toString(dtype), c10::str(sizes),
+               device.value_or(tensor.device()).str());
 }
 
 #ifdef MARROW_CUDA

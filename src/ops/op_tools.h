@@ -10,12 +10,12 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Throws unless the tensor is contiguous, of this type and of these sizes (-1: any).
-void check_tensor(std::string_view name, const Tensor& tensor, at::ScalarType dtype,
-                  at::IntArrayRef sizes);
+constexpr at::ScalarType kWorkingDtype = at::ScalarType::Undefined;  // fp32 or bf16
 
-// float or bfloat16, an operator's two working dtypes.
-void check_working_dtype(std::string_view name, const Tensor& tensor);
+// Throws unless the tensor is contiguous, of this type and of these sizes (-1: any), and on this
+// device, if given.
+void check_tensor(std::string_view name, const Tensor& tensor, at::ScalarType dtype,
+                  at::IntArrayRef sizes, std::optional<at::Device> device = std::nullopt);
 
 inline float* floats(const Tensor& x) { return x.defined() ? x.data_ptr<float>() : nullptr; }
 inline int32_t* ints(const Tensor& x) { return x.data_ptr<int32_t>(); }

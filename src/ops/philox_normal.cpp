@@ -36,17 +36,17 @@ void fill_cpu(float* out, int64_t n, const philox::Key& key, int64_t first, floa
 
 void philox_normal(at::Tensor out, int64_t seed, std::string_view name, int64_t first_element,
                    double std) {
-  MARROW_CHECK(out.is_contiguous() && first_element >= 0, ExitCode::kUsage,
-               Fix("fill a contiguous tensor from an element index that is not negative"),
+  MARROW_CHECK(first_element >= 0, ExitCode::kUsage,
+               Fix("fill from an element index that is not negative"),
                "philox_normal: {} {} from element {}", name, c10::str(out.sizes()), first_element);
   if (out.numel() == 0) return;
+  check_tensor(name, out, kWorkingDtype, out.sizes());
   const philox::Key key{static_cast<uint64_t>(seed), fnv1a(name)};
   const auto deviation = static_cast<float>(std);
   if (out.is_cuda()) {
     MARROW_CUDA_CALL(philox_normal_cuda(out, key, first_element, deviation));
     return;
   }
-  check_working_dtype("philox_normal: out", out);
   const Tensor out32 = out.to(at::kFloat);
   fill_cpu(floats(out32), out.numel(), key, first_element, deviation);
   if (!out32.is_same(out)) out.copy_(out32);

@@ -186,8 +186,7 @@ void check(const Tensor& qkv, const RopeState& state) {
   MARROW_CHECK(size % 2 == 0 && size <= kMaxHeadSize, ExitCode::kUsage,
                Fix("set head_dim in config.json to an even number up to 512"),
                "qk_norm_rope: head size {}", size);
-  check_working_dtype("qk_norm_rope: qkv", qkv);
-  check_tensor("qk_norm_rope: qkv", qkv, qkv.scalar_type(),
+  check_tensor("qk_norm_rope: qkv", qkv, kWorkingDtype,
                {-1, (state.q_heads + 2 * state.kv_heads) * size});
   check_tensor(state.q_norm.name, state.q_norm.value, qkv.scalar_type(), {size});
   check_tensor(state.k_norm.name, state.k_norm.value, qkv.scalar_type(), {size});

@@ -26,7 +26,7 @@ double square_sum(const float* x, int64_t n) {
 
 void add_sum_of_squares(const Tensor& flat, const Tensor& total) {
   check_tensor("add_sum_of_squares: flat", flat, at::kFloat, flat.sizes());
-  check_tensor("add_sum_of_squares: total", total, at::kDouble, {1});
+  check_tensor("add_sum_of_squares: total", total, at::kDouble, {1}, flat.device());
   if (flat.is_cuda()) {
     const Tensor partial = at::empty({kSumBlocks}, total.options());
     MARROW_CUDA_CALL(add_sum_of_squares_cuda(flat, partial, total));

@@ -114,8 +114,7 @@ struct RmsNormFunction : torch::autograd::Function<RmsNormFunction> {
 };
 
 variable_list norm(const Tensor& x, const Tensor& residual, const Parameter& weight, double eps) {
-  check_working_dtype("rms_norm: x", x);
-  check_tensor("rms_norm: x", x, x.scalar_type(), {-1, -1});
+  check_tensor("rms_norm: x", x, kWorkingDtype, {-1, -1});
   MARROW_CHECK(x.size(1) == weight.value.numel(), ExitCode::kUsage,
                Fix("compare hidden_size in config.json with the weights"),
                "rms_norm: x {} does not fit {} {}", c10::str(x.sizes()), weight.name,

@@ -157,8 +157,7 @@ RouterOutput router(const Tensor& x, const Parameter& weight, const Tensor& sele
                     int64_t groups, const RouterOptions& options,
                     std::shared_ptr<RouterBalance> balance, WeightGradQueue& queue) {
   const Tensor& w = weight.value;
-  check_working_dtype(weight.name + ": x", x);
-  check_tensor(weight.name + ": x", x, x.scalar_type(), {-1, -1});
+  check_tensor(weight.name + ": x", x, kWorkingDtype, {-1, -1});
   check_tensor(weight.name, w, x.scalar_type(), {-1, x.size(1)});
   MARROW_CHECK(
       w.size(0) <= kRouterMaxExperts && options.top_k >= 1 &&

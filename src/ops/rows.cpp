@@ -7,20 +7,16 @@
 namespace marrow {
 namespace {
 
-Fix map_fix() { return Fix("pass the RowMap that was built for these rows (ops/row_map.h)"); }
-
 // Checks `matrix` [?, H], in a working dtype, and the index that moves its rows.
 void check_map(const Tensor& matrix, const Tensor& index, const char* name) {
-  check_working_dtype("rows", matrix);
-  check_tensor("rows", matrix, matrix.scalar_type(), {-1, -1});
-  check_tensor(name, index, at::kInt, index.sizes());
-  MARROW_CHECK(index.device() == matrix.device(), ExitCode::kUsage, map_fix(),
-               "{} is on {}, the rows on {}", name, index.device().str(), matrix.device().str());
+  check_tensor("rows", matrix, kWorkingDtype, {-1, -1});
+  check_tensor(name, index, at::kInt, index.sizes(), matrix.device());
 }
 
 Tensor gather(const Tensor& x, const Tensor& source_of_row, int64_t rows) {
   check_map(x, source_of_row, "source_of_row");
-  MARROW_CHECK(rows <= source_of_row.size(0), ExitCode::kUsage, map_fix(),
+  MARROW_CHECK(rows <= source_of_row.size(0), ExitCode::kUsage,
+               Fix("pass the RowMap that was built for these rows (ops/row_map.h)"),
                "{} rows of a map with {}", rows, source_of_row.size(0));
   const Tensor out = at::empty({rows, x.size(1)}, x.options());
   if (x.is_cuda()) {

@@ -95,15 +95,13 @@ struct SwigluFunction : torch::autograd::Function<SwigluFunction> {
 }  // namespace
 
 Tensor swiglu(const Tensor& gate_up, const Tensor& row_weight) {
-  check_working_dtype("swiglu: gate_up", gate_up);
-  MARROW_CHECK(gate_up.dim() == 2 && gate_up.size(1) % 2 == 0, ExitCode::kUsage,
-               Fix("pass gate and up side by side, [R, 2I]"), "swiglu: gate_up {}",
-               c10::str(gate_up.sizes()));
+  const Tensor x = gate_up.contiguous();
+  check_tensor("swiglu: gate_up", x, kWorkingDtype, {-1, gate_up.size(-1) / 2 * 2});
   const Tensor weights = row_weight.defined() ? row_weight.contiguous() : row_weight;
   if (weights.defined()) {
     check_tensor("swiglu: row_weight", weights, at::kFloat, {gate_up.size(0)});
   }
-  return SwigluFunction::apply(gate_up.contiguous(), if_defined(weights));
+  return SwigluFunction::apply(x, if_defined(weights));
 }
 
 }  // namespace marrow
