@@ -1,8 +1,7 @@
 #include "ops/adamw.h"
 
-#include "ops/adamw_cuda.h"
 #include "ops/cpu_math.h"
-#include "ops/cuda_launch.h"
+#include "ops/op_tools.h"
 
 namespace marrow {
 namespace {
@@ -37,76 +36,64 @@ void update8(const AdamwFactors& f, float scale, float* master, const float* gra
   _mm256_storeu_ps(master, _mm256_sub_ps(w, change));
 }
 
-template <typename Moment>
-void update_cpu(const AdamwFactors& f, float scale, float* master, at::BFloat16* working,
-                float* grad, Moment* exp_avg, Moment* exp_avg_sq, int64_t n) {
-  at::parallel_for(0, (n + 1023) / 1024, 16, [&](int64_t first, int64_t last) {
-    int64_t i = first * 1024;
-    const int64_t end = std::min(last * 1024, n);
-    if constexpr (std::is_same_v<Moment, float>) {
-      for (; i + 8 <= end; i += 8) {
-        update8(f, scale, master + i, grad + i, exp_avg + i, exp_avg_sq + i);
-      }
-    }
-    for (; i < end; ++i) {
-      const float g = scale * grad[i], m0 = exp_avg[i];
-      const float m = m0 + f.one_minus_beta1 * (g - m0);
-      const float v = f.beta2 * float(exp_avg_sq[i]) + f.one_minus_beta2 * g * g;
-      const float denominator = std::sqrt(v) * f.inverse_correction2 + f.eps;
-      exp_avg[i] = m;
-      exp_avg_sq[i] = v;
-      master[i] = master[i] * f.decay - f.step_size * m / denominator;
-    }
-    for (i = first * 1024; working != nullptr && i < end; ++i) working[i] = master[i];
-    if (f.zero_grad) std::fill(grad + first * 1024, grad + end, 0.0f);
-  });
+// The last n < 8 elements, through a pack of eight.
+void update_rest(const AdamwFactors& f, float scale, float* master, const float* grad,
+                 float* exp_avg, float* exp_avg_sq, int64_t n) {
+  std::array<float, 8> w{}, g{}, m{}, v{};
+  std::copy_n(master, n, w.data());
+  std::copy_n(grad, n, g.data());
+  std::copy_n(exp_avg, n, m.data());
+  std::copy_n(exp_avg_sq, n, v.data());
+  update8(f, scale, w.data(), g.data(), m.data(), v.data());
+  std::copy_n(w.data(), n, master);
+  std::copy_n(m.data(), n, exp_avg);
+  std::copy_n(v.data(), n, exp_avg_sq);
 }
 
-void check(const at::Tensor& master, const at::Tensor& other, const char* name, bool bf16_allowed,
-           bool fp32_allowed) {
-  const auto type = other.scalar_type();
-  MARROW_CHECK(
-      other.is_contiguous() && other.numel() == master.numel() &&
-          other.device() == master.device() &&
-          ((bf16_allowed && type == at::kBFloat16) || (fp32_allowed && type == at::kFloat)),
-      ExitCode::kUsage, Fix("pass slices of one parameter's flat buffers (ops/adamw.h)"),
-      "{} is {} {}, the master has {} elements", name, c10::toString(type), c10::str(other.sizes()),
-      master.numel());
+// All fp32 but `working` (bf16, or undefined).
+void update_cpu(const AdamwFactors& f, float scale, const Tensor& master, const Tensor& working,
+                const Tensor& grad, const Tensor& exp_avg, const Tensor& exp_avg_sq) {
+  const int64_t n = master.numel();
+  float *w = floats(master), *g = floats(grad), *m = floats(exp_avg), *v = floats(exp_avg_sq);
+  auto* rounded = working.defined() ? working.data_ptr<at::BFloat16>() : nullptr;
+  at::parallel_for(0, (n + 1023) / 1024, 16, [&](int64_t first, int64_t last) {
+    const int64_t begin = first * 1024, end = std::min(last * 1024, n);
+    int64_t i = begin;
+    for (; i + 8 <= end; i += 8) update8(f, scale, w + i, g + i, m + i, v + i);
+    if (i < end) update_rest(f, scale, w + i, g + i, m + i, v + i, end - i);
+    if (rounded != nullptr) std::copy(w + begin, w + end, rounded + begin);
+    if (f.zero_grad) std::fill(g + begin, g + end, 0.0f);
+  });
 }
 
 }  // namespace
 
-void adamw_update(const at::Tensor& master, const at::Tensor& working, const at::Tensor& grad,
-                  const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
-                  const at::Tensor& grad_scale, const AdamwStep& step) {
-  check(master, master, "master", false, true);
-  if (working.defined()) check(master, working, "working", true, false);
-  check(master, grad, "grad", false, true);
-  const bool bf16_moments = exp_avg.scalar_type() == at::kBFloat16;
-  check(master, exp_avg, "exp_avg", true, true);
-  check(master, exp_avg_sq, "exp_avg_sq", bf16_moments, !bf16_moments);
+void adamw_update(const Tensor& master, const Tensor& working, const Tensor& grad,
+                  const Tensor& exp_avg, const Tensor& exp_avg_sq, const Tensor& grad_scale,
+                  const AdamwStep& step) {
+  const at::IntArrayRef sizes = master.sizes();
+  const at::Device device = master.device();
+  check_tensor("master", master, at::kFloat, sizes);
+  if (working.defined()) check_tensor("working", working, at::kBFloat16, sizes, device);
+  check_tensor("grad", grad, at::kFloat, sizes, device);
+  check_tensor("exp_avg", exp_avg, kWorkingDtype, sizes, device);
+  check_tensor("exp_avg_sq", exp_avg_sq, exp_avg.scalar_type(), sizes, device);
   const AdamwFactors factors = factors_of(step);
-  auto* w = master.mutable_data_ptr<float>();
-  auto* g = grad.mutable_data_ptr<float>();
   if (master.is_cuda()) {
-    MARROW_CUDA_CALL(adamw_update_cuda(w, working.defined() ? working.mutable_data_ptr() : nullptr,
-                                       g, exp_avg.mutable_data_ptr(), exp_avg_sq.mutable_data_ptr(),
-                                       bf16_moments, grad_scale.const_data_ptr<float>(), factors,
-                                       master.numel(), current_cuda_stream()));
+    MARROW_CUDA_CALL(
+        adamw_update_cuda(master, working, grad, exp_avg, exp_avg_sq, grad_scale, factors));
     return;
   }
-  const float scale = *grad_scale.const_data_ptr<float>();
+  const float scale = *floats(grad_scale);
   if (scale == 0.0f || !std::isfinite(scale)) {
     if (step.zero_grad) grad.zero_();
     return;
   }
-  auto* rounded = working.defined() ? working.mutable_data_ptr<at::BFloat16>() : nullptr;
-  if (bf16_moments) {
-    update_cpu(factors, scale, w, rounded, g, exp_avg.mutable_data_ptr<at::BFloat16>(),
-               exp_avg_sq.mutable_data_ptr<at::BFloat16>(), master.numel());
-  } else {
-    update_cpu(factors, scale, w, rounded, g, exp_avg.mutable_data_ptr<float>(),
-               exp_avg_sq.mutable_data_ptr<float>(), master.numel());
+  const Tensor m = exp_avg.to(at::kFloat), v = exp_avg_sq.to(at::kFloat);
+  update_cpu(factors, scale, master, working, grad, m, v);
+  if (!m.is_same(exp_avg)) {  // bf16
+    exp_avg.copy_(m);
+    exp_avg_sq.copy_(v);
   }
 }
 

@@ -1,16 +1,19 @@
 #include "ops/attention.h"
 
 #include "ops/attention_cpu.h"
-#include "ops/saved_state.h"
+#include "ops/op_tools.h"
 
 namespace marrow {
 namespace {
 
-using at::Tensor;
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
-
 enum class Kernel { kCpu, kCudnn, kFlash };
+
+// How flash takes a layout: flattened tokens with offsets where there are documents, else [B, S].
+struct FlashShape {
+  std::optional<Tensor> offsets;  // int32 on the device
+  int64_t longest = 0;
+  std::optional<int64_t> window_left, window_right;
+};
 
 struct AttentionState {
   AttentionLayout layout;
@@ -18,6 +21,18 @@ struct AttentionState {
   bool deterministic;
   bool training;  // a backward may follow
   Kernel kernel;
+  FlashShape flash;
+
+  // [T, H, D] as flash takes it, and back.
+  Tensor for_flash(const Tensor& x) const { return flash.offsets ? x : by_sequence(x); }
+  Tensor from_flash(const Tensor& x) const { return flash.offsets ? x : x.flatten(0, 1); }
+  // [T, H, D] as cuDNN's entry takes it, [B, H, S, D], and back.
+  Tensor for_cudnn(const Tensor& x) const { return by_sequence(x).transpose(1, 2); }
+  static Tensor from_cudnn(const Tensor& x) { return x.transpose(1, 2).flatten(0, 1); }
+
+  Tensor by_sequence(const Tensor& x) const {
+    return x.unflatten(0, {layout.sequences, layout.seq_len});
+  }
 };
 
 // Document boundaries, or those of the sequences.
@@ -30,12 +45,25 @@ std::vector<int64_t> segments(const AttentionLayout& layout) {
   return offsets;
 }
 
-// [T, H, D] seen as [B, H, S, D], which is how cuDNN's entry takes it.
-Tensor by_head(const Tensor& x, const AttentionLayout& layout) {
-  return x.unflatten(0, {layout.sequences, layout.seq_len}).transpose(1, 2);
+FlashShape flash_shape(const AttentionLayout& layout, at::Device device) {
+  const auto& documents = layout.document_offsets;
+  FlashShape shape;
+  shape.longest = layout.seq_len;
+  if (layout.window > 0) {
+    shape.window_left = layout.window - 1;
+    shape.window_right = 0;
+  }
+  if (documents.empty()) return shape;
+  shape.longest = 1;
+  for (size_t i = 1; i < documents.size(); ++i) {
+    shape.longest = std::max<int64_t>(shape.longest, documents[i] - documents[i - 1]);
+  }
+  const Tensor host = at::empty({static_cast<int64_t>(documents.size())},
+                                at::TensorOptions(at::kInt).pinned_memory(true));
+  std::copy(documents.begin(), documents.end(), ints(host));
+  shape.offsets = host.to(device, /*non_blocking=*/true);
+  return shape;
 }
-
-Tensor by_token(const Tensor& x) { return x.transpose(1, 2).flatten(0, 1); }
 
 // ATen's flash backward is deterministic only where the process says so.
 class DeterministicScope {
@@ -54,166 +82,99 @@ class DeterministicScope {
   bool warn_only_;
 };
 
-// How flash takes a layout: flattened tokens with offsets where there are documents, else [B, S].
-struct FlashShape {
-  Tensor offsets;  // int32 on the device, or undefined
-  int64_t longest;
-  std::optional<int64_t> window_left, window_right;
-  bool flattened;
+// Each kernel's forward returns the output and then what its backward needs besides q, k and v; its
+// backward takes {q, k, v, output, …}.
+variable_list forward_cpu(const Tensor& q, const Tensor& k, const Tensor& v,
+                          const AttentionState& state) {
+  const auto [out, lse] =
+      attention_forward_cpu({segments(state.layout), state.layout.window, state.scale}, q, k, v);
+  return {out, lse};
+}
 
-  Tensor shaped(const Tensor& x, const AttentionLayout& layout) const {
-    return flattened ? x : x.unflatten(0, {layout.sequences, layout.seq_len});
-  }
-  Tensor tokens(const Tensor& x) const { return flattened ? x : x.flatten(0, 1); }
-};
+std::array<Tensor, 3> backward_cpu(const variable_list& saved, const Tensor& d_out,
+                                   const AttentionState& state) {
+  return attention_backward_cpu({segments(state.layout), state.layout.window, state.scale},
+                                saved[0], saved[1], saved[2], saved[3], saved[4], d_out);
+}
 
-// `offsets`: those of the forward, or undefined to copy them to the device.
-FlashShape flash_shape(const AttentionLayout& layout, Tensor offsets, at::Device device) {
-  const auto& documents = layout.document_offsets;
-  FlashShape shape{std::move(offsets), layout.seq_len, {}, {}, !documents.empty()};
-  if (layout.window > 0) {
-    shape.window_left = layout.window - 1;
-    shape.window_right = 0;
-  }
-  if (!shape.flattened) return shape;
-  shape.longest = 1;
-  for (size_t i = 1; i < documents.size(); ++i) {
-    shape.longest = std::max<int64_t>(shape.longest, documents[i] - documents[i - 1]);
-  }
-  if (shape.offsets.defined()) return shape;
-  const Tensor host = at::empty({static_cast<int64_t>(documents.size())},
-                                at::TensorOptions(at::kInt).pinned_memory(true));
-  std::copy(documents.begin(), documents.end(), host.data_ptr<int32_t>());
-  shape.offsets = host.to(device, /*non_blocking=*/true);
-  return shape;
+variable_list forward_cudnn(const Tensor& q, const Tensor& k, const Tensor& v,
+                            const AttentionState& state) {
+  const auto result = at::_scaled_dot_product_cudnn_attention(
+      state.for_cudnn(q), state.for_cudnn(k), state.for_cudnn(v), {}, state.training, 0.0,
+      /*is_causal=*/true, /*return_debug_mask=*/false, state.scale);
+  return {state.from_cudnn(std::get<0>(result)), std::get<1>(result), std::get<6>(result),
+          std::get<7>(result)};
+}
+
+std::array<Tensor, 3> backward_cudnn(const variable_list& saved, const Tensor& d_out,
+                                     const AttentionState& state) {
+  const int64_t seq_len = state.layout.seq_len;
+  const auto [dq, dk, dv] = at::_scaled_dot_product_cudnn_attention_backward(
+      state.for_cudnn(d_out), state.for_cudnn(saved[0]), state.for_cudnn(saved[1]),
+      state.for_cudnn(saved[2]), state.for_cudnn(saved[3]), saved[4], saved[5], saved[6], {}, {},
+      {}, seq_len, seq_len, 0.0, /*is_causal=*/true, state.scale);
+  return {state.from_cudnn(dq), state.from_cudnn(dk), state.from_cudnn(dv)};
+}
+
+variable_list forward_flash(const Tensor& q, const Tensor& k, const Tensor& v,
+                            const AttentionState& state) {
+  const FlashShape& flash = state.flash;
+  const auto result = at::_flash_attention_forward(
+      state.for_flash(q), state.for_flash(k), state.for_flash(v), flash.offsets, flash.offsets,
+      flash.longest, flash.longest, 0.0, /*is_causal=*/true, /*return_debug_mask=*/false,
+      state.scale, flash.window_left, flash.window_right);
+  return {state.from_flash(std::get<0>(result)), std::get<1>(result), std::get<2>(result),
+          std::get<3>(result)};
+}
+
+std::array<Tensor, 3> backward_flash(const variable_list& saved, const Tensor& d_out,
+                                     const AttentionState& state) {
+  const FlashShape& flash = state.flash;
+  const Tensor offsets = flash.offsets.value_or(Tensor());
+  const DeterministicScope scope(state.deterministic);
+  const auto [dq, dk, dv] = at::_flash_attention_backward(
+      state.for_flash(d_out), state.for_flash(saved[0]), state.for_flash(saved[1]),
+      state.for_flash(saved[2]), state.for_flash(saved[3]), saved[4], offsets, offsets,
+      flash.longest, flash.longest, 0.0, /*is_causal=*/true, saved[5], saved[6], state.scale,
+      flash.window_left, flash.window_right);
+  return {state.from_flash(dq), state.from_flash(dk), state.from_flash(dv)};
 }
 
 struct AttentionFunction : torch::autograd::Function<AttentionFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
                         const AttentionState& state) {
-    save_state(ctx, state);
     // Below autograd's view tracking: a Function's output must not count as a view.
     const at::AutoDispatchBelowADInplaceOrView guard;
-    switch (state.kernel) {
-      case Kernel::kCpu:
-        return forward_cpu(ctx, q, k, v, state);
-      case Kernel::kCudnn:
-        return forward_cudnn(ctx, q, k, v, state);
-      case Kernel::kFlash:
-        return forward_flash(ctx, q, k, v, state);
-    }
-    return {};
+    constexpr std::array forwards{forward_cpu, forward_cudnn, forward_flash};
+    const variable_list results = forwards[static_cast<size_t>(state.kernel)](q, k, v, state);
+    variable_list kept{q, k, v};
+    kept.insert(kept.end(), results.begin(), results.end());
+    ctx->save_for_backward(kept);
+    save_state(ctx, state);
+    return results[0];
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& d_out) {
     const auto& state = saved_state<AttentionState>(ctx);
-    const auto saved = ctx->get_saved_variables();
-    const Tensor d = d_out[0].contiguous();
-    switch (state.kernel) {
-      case Kernel::kCpu:
-        return backward_cpu(saved, d, state);
-      case Kernel::kCudnn:
-        return backward_cudnn(saved, d, state);
-      case Kernel::kFlash:
-        return backward_flash(saved, d, state);
-    }
-    return {};
-  }
-
-  static Tensor forward_cpu(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
-                            const AttentionState& state) {
-    const Tensor out = at::empty({q.size(0), q.size(1), v.size(2)}, q.options());
-    const Tensor lse = at::empty({q.size(0), q.size(1)}, q.options().dtype(at::kFloat));
-    attention_forward_cpu({segments(state.layout), state.layout.window, state.scale}, q, k, v, out,
-                          lse);
-    ctx->save_for_backward({q, k, v, out, lse});
-    return out;
-  }
-
-  static variable_list backward_cpu(const variable_list& saved, const Tensor& d_out,
-                                    const AttentionState& state) {
-    const Tensor dq = at::empty(saved[0].sizes(), saved[0].options());
-    const Tensor dk = at::empty(saved[1].sizes(), saved[1].options());
-    const Tensor dv = at::empty(saved[2].sizes(), saved[2].options());
-    attention_backward_cpu({segments(state.layout), state.layout.window, state.scale}, saved[0],
-                           saved[1], saved[2], saved[3], saved[4], d_out, dq, dk, dv);
+    constexpr std::array backwards{backward_cpu, backward_cudnn, backward_flash};
+    const auto [dq, dk, dv] = backwards[static_cast<size_t>(state.kernel)](
+        ctx->get_saved_variables(), d_out[0].contiguous(), state);
     return {dq, dk, dv, Tensor()};
   }
-
-  static Tensor forward_cudnn(AutogradContext* ctx, const Tensor& q, const Tensor& k,
-                              const Tensor& v, const AttentionState& state) {
-    const AttentionLayout& layout = state.layout;
-    const auto result = at::_scaled_dot_product_cudnn_attention(
-        by_head(q, layout), by_head(k, layout), by_head(v, layout), {}, state.training, 0.0,
-        /*is_causal=*/true, /*return_debug_mask=*/false, state.scale);
-    const Tensor out = by_token(std::get<0>(result));
-    ctx->save_for_backward(
-        {q, k, v, out, std::get<1>(result), std::get<6>(result), std::get<7>(result)});
-    return out;
-  }
-
-  static variable_list backward_cudnn(const variable_list& saved, const Tensor& d_out,
-                                      const AttentionState& state) {
-    const AttentionLayout& layout = state.layout;
-    const auto [dq, dk, dv] = at::_scaled_dot_product_cudnn_attention_backward(
-        by_head(d_out, layout), by_head(saved[0], layout), by_head(saved[1], layout),
-        by_head(saved[2], layout), by_head(saved[3], layout), saved[4], saved[5], saved[6], {}, {},
-        {}, layout.seq_len, layout.seq_len, 0.0, /*is_causal=*/true, state.scale);
-    return {by_token(dq), by_token(dk), by_token(dv), Tensor()};
-  }
-
-  static Tensor forward_flash(AutogradContext* ctx, const Tensor& q, const Tensor& k,
-                              const Tensor& v, const AttentionState& state) {
-    const AttentionLayout& layout = state.layout;
-    const FlashShape shape = flash_shape(layout, {}, q.device());
-    std::optional<Tensor> offsets;
-    if (shape.flattened) offsets = shape.offsets;
-    const auto result = at::_flash_attention_forward(
-        shape.shaped(q, layout), shape.shaped(k, layout), shape.shaped(v, layout), offsets, offsets,
-        shape.longest, shape.longest, 0.0, /*is_causal=*/true,
-        /*return_debug_mask=*/false, state.scale, shape.window_left, shape.window_right);
-    const Tensor out = shape.tokens(std::get<0>(result));
-    ctx->save_for_backward({q, k, v, out, std::get<1>(result), std::get<2>(result),
-                            std::get<3>(result), shape.offsets});
-    return out;
-  }
-
-  static variable_list backward_flash(const variable_list& saved, const Tensor& d_out,
-                                      const AttentionState& state) {
-    const AttentionLayout& layout = state.layout;
-    const FlashShape shape = flash_shape(layout, saved[7], d_out.device());
-    const DeterministicScope scope(state.deterministic);
-    const auto [dq, dk, dv] = at::_flash_attention_backward(
-        shape.shaped(d_out, layout), shape.shaped(saved[0], layout), shape.shaped(saved[1], layout),
-        shape.shaped(saved[2], layout), shape.shaped(saved[3], layout), saved[4], shape.offsets,
-        shape.offsets, shape.longest, shape.longest, 0.0, /*is_causal=*/true, saved[5], saved[6],
-        state.scale, shape.window_left, shape.window_right);
-    return {shape.tokens(dq), shape.tokens(dk), shape.tokens(dv), Tensor()};
-  }
 };
-
-// [T, T] bool: row i sees column j. On the host.
-Tensor visible_pairs(const AttentionLayout& layout, int64_t tokens) {
-  Tensor visible = at::zeros({tokens, tokens}, at::kBool);
-  const std::vector<int64_t> offsets = segments(layout);
-  for (size_t s = 1; s < offsets.size(); ++s) {
-    for (int64_t row = offsets[s - 1]; row < offsets[s]; ++row) {
-      const int64_t first =
-          layout.window == 0 ? offsets[s - 1] : std::max(offsets[s - 1], row - layout.window + 1);
-      std::fill_n(visible.data_ptr<bool>() + row * tokens + first, row + 1 - first, true);
-    }
-  }
-  return visible;
-}
 
 // fp32 on the GPU, for tests, and no tokens: every pair of tokens, gradients by ATen.
 Tensor plain_attention(const Tensor& q, const Tensor& k, const Tensor& v,
                        const AttentionLayout& layout, double scale) {
+  const Tensor row = at::arange(q.size(0)), distance = row.unsqueeze(1) - row;
+  const Tensor segment = at::searchsorted(at::tensor(segments(layout)), row, false, true);
+  Tensor visible = distance.ge(0).logical_and(segment.unsqueeze(1).eq(segment));
+  if (layout.window > 0) visible = visible.logical_and(distance.lt(layout.window));
   const int64_t group = q.size(1) / k.size(1);
   const Tensor keys = k.repeat_interleave(group, 1).permute({1, 2, 0});
   const Tensor values = v.repeat_interleave(group, 1).transpose(0, 1);
-  const Tensor hidden = visible_pairs(layout, q.size(0)).logical_not().to(q.device());
   const Tensor scores = at::matmul(q.transpose(0, 1), keys).mul(scale);
+  const Tensor hidden = visible.logical_not().to(q.device());
   const Tensor weights = scores.masked_fill(hidden, -INFINITY).softmax(-1);
   return at::matmul(weights, values).transpose(0, 1).contiguous();
 }
@@ -271,31 +232,13 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Attent
   if (q.numel() == 0 || (q.is_cuda() && q.scalar_type() == at::kFloat)) {
     return plain_attention(q, k, v, layout, scale);
   }
-  const bool training =
+  AttentionState state{
+      layout, scale, deterministic, false, choose_kernel(q, v, layout, deterministic), {}};
+  state.training =
       at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad());
+  if (state.kernel == Kernel::kFlash) state.flash = flash_shape(layout, q.device());
   return AttentionFunction::apply(with_dense_rows(q), with_dense_rows(k), with_dense_rows(v),
-                                  AttentionState{layout, scale, deterministic, training,
-                                                 choose_kernel(q, v, layout, deterministic)});
-}
-
-Tensor attention_decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
-                        const Tensor& lengths, double scale, int64_t window) {
-  MARROW_CHECK(
-      q.dim() == 3 && k_cache.dim() == 4 && v_cache.dim() == 4 && k_cache.size(0) == q.size(0) &&
-          lengths.numel() == q.size(0) && q.size(1) % k_cache.size(2) == 0,
-      ExitCode::kUsage, Fix("pass one query token and one length for each cached sequence"),
-      "attention_decode: q {}, cache {}, lengths {}", c10::str(q.sizes()),
-      c10::str(k_cache.sizes()), c10::str(lengths.sizes()));
-  const int64_t kv_heads = k_cache.size(2);
-  const Tensor grouped = q.unflatten(1, {kv_heads, q.size(1) / kv_heads});  // [B, Hkv, g, D]
-  const Tensor scores =
-      at::matmul(grouped, k_cache.permute({0, 2, 3, 1})).to(at::kFloat).mul(scale);
-  const Tensor key = at::arange(k_cache.size(1), lengths.options());
-  const Tensor length = lengths.view({-1, 1, 1, 1});
-  Tensor hidden = key.ge(length);
-  if (window > 0) hidden = hidden.logical_or(key.lt(length - window));
-  const Tensor weights = scores.masked_fill(hidden, -INFINITY).softmax(-1).to(q.scalar_type());
-  return at::matmul(weights, v_cache.transpose(1, 2)).flatten(1, 2);
+                                  state);
 }
 
 }  // namespace marrow

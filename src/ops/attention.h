@@ -24,13 +24,4 @@ at::Tensor attention(const at::Tensor& q,  // [T, Hq, D]
                      const at::Tensor& v,  // [T, Hkv, Dv]
                      const AttentionLayout& layout, double scale, bool deterministic = false);
 
-// One new token per sequence against a cache that already holds its key and value: → [B, Hq, Dv].
-// Sequence b sees keys [max(0, lengths[b] − window), lengths[b]); v_cache must be finite beyond
-// them (allocate it with zeros). No gradient.
-at::Tensor attention_decode(const at::Tensor& q,        // [B, Hq, D]
-                            const at::Tensor& k_cache,  // [B, L, Hkv, D]
-                            const at::Tensor& v_cache,  // [B, L, Hkv, Dv]
-                            const at::Tensor& lengths,  // [B] int32 or int64
-                            double scale, int64_t window = 0);
-
 }  // namespace marrow

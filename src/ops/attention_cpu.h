@@ -1,4 +1,4 @@
-// CPU kernels of attention.cpp, for documents and windows alike.
+// Attention on the CPU, for documents and windows alike.
 #pragma once
 #include "ops/pch.h"
 
@@ -10,15 +10,16 @@ struct CpuAttention {
   double scale = 1.0;
 };
 
-// Strided q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] → contiguous out [T, Hq, Dv] and log-sum-exp
-// [T, Hq] fp32.
-void attention_forward_cpu(const CpuAttention& attention, const at::Tensor& q, const at::Tensor& k,
-                           const at::Tensor& v, const at::Tensor& out, const at::Tensor& lse);
+// q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] → out [T, Hq, Dv] in q's dtype, and log-sum-exp
+// [Hkv, T, Hq / Hkv] fp32.
+std::pair<at::Tensor, at::Tensor> attention_forward_cpu(const CpuAttention& attention,
+                                                        const at::Tensor& q, const at::Tensor& k,
+                                                        const at::Tensor& v);
 
-// Contiguous dq, dk, dv from d_out (contiguous) and what the forward read and wrote.
-void attention_backward_cpu(const CpuAttention& attention, const at::Tensor& q, const at::Tensor& k,
-                            const at::Tensor& v, const at::Tensor& out, const at::Tensor& lse,
-                            const at::Tensor& d_out, const at::Tensor& dq, const at::Tensor& dk,
-                            const at::Tensor& dv);
+// {dq, dk, dv} from d_out and what the forward read and wrote.
+std::array<at::Tensor, 3> attention_backward_cpu(const CpuAttention& attention, const at::Tensor& q,
+                                                 const at::Tensor& k, const at::Tensor& v,
+                                                 const at::Tensor& out, const at::Tensor& lse,
+                                                 const at::Tensor& d_out);
 
 }  // namespace marrow

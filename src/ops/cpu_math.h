@@ -50,6 +50,45 @@ inline __m256 exp8(__m256 x) {
   return _mm256_andnot_ps(_mm256_cmp_ps(x, _mm256_set1_ps(-87.0f), _CMP_LT_OQ), result);
 }
 
+inline __m256 sigmoid8(__m256 x) {
+  const __m256 one = _mm256_set1_ps(1.0f);
+  return _mm256_div_ps(one, _mm256_add_ps(one, exp8(_mm256_sub_ps(_mm256_setzero_ps(), x))));
+}
+
+// The first n (at most 8) of 8 consecutive elements, the rest zero.
+inline __m256 load8(const float* from, int64_t n) {
+  if (n >= 8) return _mm256_loadu_ps(from);
+  float pack[8] = {};
+  std::copy_n(from, n, pack);
+  return _mm256_loadu_ps(pack);
+}
+
+// Stores the first n (at most 8) elements.
+inline void store8(float* to, __m256 values, int64_t n) {
+  if (n >= 8) return _mm256_storeu_ps(to, values);
+  float pack[8];
+  _mm256_storeu_ps(pack, values);
+  std::copy_n(pack, n, to);
+}
+
+// 1 / sqrt(mean(x²) + eps).
+inline float inverse_rms(const float* x, int64_t size, float eps) {
+  float squares = 0;
+#pragma omp simd reduction(+ : squares)
+  for (int64_t c = 0; c < size; ++c) squares += x[c] * x[c];
+  return 1.0f / std::sqrt(squares / static_cast<float>(size) + eps);
+}
+
+// target[c] += Σ_r partials[r · stride + c] for c < columns, each sum in the order of r.
+inline void add_column_sums(const float* partials, int64_t rows, int64_t stride, int64_t columns,
+                            float* target) {
+  for (int64_t c = 0; c < columns; ++c) {
+    float sum = 0;
+    for (int64_t r = 0; r < rows; ++r) sum += partials[r * stride + c];
+    target[c] += sum;
+  }
+}
+
 inline float sum8(__m256 x) {
   __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
   s = _mm_add_ps(s, _mm_movehl_ps(s, s));
@@ -60,6 +99,32 @@ inline float max8(__m256 x) {
   __m128 s = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
   s = _mm_max_ps(s, _mm_movehl_ps(s, s));
   return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+}
+
+// values = exp(values − shift); returns their sum.
+inline float exp_row(float* values, int64_t size, float shift) {
+  __m256 sums = _mm256_setzero_ps();
+  int64_t c = 0;
+  for (; c + 8 <= size; c += 8) {
+    const __m256 e = exp8(_mm256_sub_ps(_mm256_loadu_ps(values + c), _mm256_set1_ps(shift)));
+    _mm256_storeu_ps(values + c, e);
+    sums = _mm256_add_ps(sums, e);
+  }
+  float sum = sum8(sums);
+  if (c == size) return sum;
+  store8(values + c, exp8(_mm256_sub_ps(load8(values + c, size - c), _mm256_set1_ps(shift))),
+         size - c);
+  for (; c < size; ++c) sum += values[c];
+  return sum;
+}
+
+inline float max_of_row(const float* values, int64_t size) {
+  __m256 most = _mm256_set1_ps(-INFINITY);
+  int64_t c = 0;
+  for (; c + 8 <= size; c += 8) most = _mm256_max_ps(most, _mm256_loadu_ps(values + c));
+  float result = max8(most);
+  for (; c < size; ++c) result = std::max(result, values[c]);
+  return result;
 }
 
 }  // namespace marrow

@@ -1,18 +1,9 @@
-#include "ops/embedding_cuda.h"
 #include "ops/kernel_tools.cuh"
 
 namespace marrow {
 namespace {
 
 constexpr int kThreads = 256;
-
-template <typename Word>
-__global__ void copy_rows(const int32_t* ids, const Word* weight, Word* out, int64_t words) {
-  const int64_t token = blockIdx.x;
-  const Word* from = weight + static_cast<int64_t>(ids[token]) * words;
-  Word* to = out + token * words;
-  for (int64_t c = threadIdx.x; c < words; c += blockDim.x) to[c] = from[c];
-}
 
 template <typename T>
 __global__ void add_rows(const int32_t* ids, const T* d_out, float* grad, int64_t hidden) {
@@ -52,48 +43,21 @@ __global__ void add_sorted_rows(const int32_t* sorted_ids, const int64_t* positi
 
 }  // namespace
 
-void embedding_forward_cuda(const int32_t* ids, const void* weight, void* out, int64_t tokens,
-                            int64_t row_bytes, void* stream) {
-  auto* cuda_stream = static_cast<cudaStream_t>(stream);
-  if (row_bytes % 16 == 0 && aligned_to(weight, 16) && aligned_to(out, 16)) {
-    copy_rows<<<tokens, kThreads, 0, cuda_stream>>>(ids, static_cast<const uint4*>(weight),
-                                                    static_cast<uint4*>(out), row_bytes / 16);
-  } else {
-    copy_rows<<<tokens, kThreads, 0, cuda_stream>>>(ids, static_cast<const uint16_t*>(weight),
-                                                    static_cast<uint16_t*>(out), row_bytes / 2);
-  }
-  MARROW_CUDA_CHECK(cudaGetLastError());
-}
-
-void embedding_backward_cuda(const int32_t* ids, const void* d_out, bool is_bf16, float* grad,
-                             int64_t tokens, int64_t hidden, void* stream) {
-  auto* cuda_stream = static_cast<cudaStream_t>(stream);
-  if (hidden % 4 == 0 && !(aligned_to(grad, 16) && aligned_to(d_out, 16))) {
+void embedding_backward_cuda(View ids, View d_out, View grad) {
+  if (d_out.width % 4 == 0 && !(aligned_to(grad.data, 16) && aligned_to(d_out.data, 16))) {
     throw_cuda_error("embedding_backward_cuda", "gradients must be aligned to 16 bytes", __FILE__,
                      __LINE__);
   }
-  if (is_bf16) {
-    add_rows<<<tokens, kThreads, 0, cuda_stream>>>(ids, static_cast<const bf16*>(d_out), grad,
-                                                   hidden);
-  } else {
-    add_rows<<<tokens, kThreads, 0, cuda_stream>>>(ids, static_cast<const float*>(d_out), grad,
-                                                   hidden);
-  }
-  MARROW_CUDA_CHECK(cudaGetLastError());
+  launch_typed(d_out.bf16, [&]<typename T>() {
+    add_rows<T><<<d_out.rows, kThreads, 0, current_stream()>>>(ids, d_out, grad, d_out.width);
+  });
 }
 
-void embedding_backward_sorted_cuda(const int32_t* sorted_ids, const int64_t* position,
-                                    const void* d_out, bool is_bf16, float* grad, int64_t tokens,
-                                    int64_t hidden, void* stream) {
-  auto* cuda_stream = static_cast<cudaStream_t>(stream);
-  if (is_bf16) {
-    add_sorted_rows<<<tokens, kThreads, 0, cuda_stream>>>(
-        sorted_ids, position, static_cast<const bf16*>(d_out), grad, tokens, hidden);
-  } else {
-    add_sorted_rows<<<tokens, kThreads, 0, cuda_stream>>>(
-        sorted_ids, position, static_cast<const float*>(d_out), grad, tokens, hidden);
-  }
-  MARROW_CUDA_CHECK(cudaGetLastError());
+void embedding_backward_sorted_cuda(View sorted_ids, View position, View d_out, View grad) {
+  launch_typed(d_out.bf16, [&]<typename T>() {
+    add_sorted_rows<T><<<d_out.rows, kThreads, 0, current_stream()>>>(
+        sorted_ids, position, d_out, grad, d_out.rows, d_out.width);
+  });
 }
 
 }  // namespace marrow

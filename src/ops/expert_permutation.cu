@@ -1,5 +1,4 @@
-#include "ops/cuda_check.cuh"
-#include "ops/expert_permutation_cuda.h"
+#include "ops/kernel_tools.cuh"
 
 namespace marrow {
 namespace {
@@ -124,21 +123,19 @@ __global__ void place_pairs(const int32_t* experts, int64_t pairs, int64_t top_k
 
 }  // namespace
 
-void expert_permutation_cuda(const int32_t* experts, int64_t pairs, int64_t top_k,
-                             int64_t expert_count, int32_t* block_rows, int32_t* offsets,
-                             int32_t* source_of_row, int32_t* rows_of_source, int32_t* slot_of_row,
-                             void* stream) {
-  const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  const auto blocks = static_cast<unsigned>((pairs + kPairsPerBlock - 1) / kPairsPerBlock);
-  const int count = static_cast<int>(expert_count);
+void expert_permutation_cuda(View experts, View block_rows, View offsets, View source_of_row,
+                             View rows_of_source, View slot_of_row) {
+  const int64_t pairs = experts.elements;
+  const unsigned blocks = blocks_for(pairs, kPairsPerBlock);
+  const int count = static_cast<int>(offsets.elements);
   if (blocks > 0) {
-    count_pairs<<<blocks, kThreads, 0, cuda_stream>>>(experts, pairs, count, block_rows);
+    count_pairs<<<blocks, kThreads, 0, current_stream()>>>(experts, pairs, count, block_rows);
   }
-  scan_blocks<<<1, 1024, 0, cuda_stream>>>(block_rows, static_cast<int>(blocks), count,
-                                           1024 / count, offsets);
+  scan_blocks<<<1, 1024, 0, current_stream()>>>(block_rows, static_cast<int>(blocks), count,
+                                                1024 / count, offsets);
   if (blocks > 0) {
-    place_pairs<<<blocks, kThreads, kWarps * count * sizeof(int), cuda_stream>>>(
-        experts, pairs, top_k, count, block_rows, offsets, source_of_row, rows_of_source,
+    place_pairs<<<blocks, kThreads, kWarps * count * sizeof(int), current_stream()>>>(
+        experts, pairs, experts.width, count, block_rows, offsets, source_of_row, rows_of_source,
         slot_of_row);
   }
   MARROW_CUDA_CHECK(cudaGetLastError());

@@ -1,13 +1,10 @@
 #include "ops/grouped_linear.h"
 
 #include "ops/cpu_math.h"
-#include "ops/cuda_launch.h"
-#include "ops/grouped_linear_cuda.h"
+#include "ops/op_tools.h"
 
 namespace marrow {
 namespace {
-
-using at::Tensor;
 
 struct Range {
   int64_t begin, end;
@@ -22,10 +19,9 @@ Range expert_rows(const int32_t* offsets, int64_t expert) {
 void multiply_rows_cpu(const Tensor& rows, const Tensor& weight, const Tensor& offsets,
                        bool transpose, const Tensor& out) {
   const int64_t inner = rows.size(1), outer = out.size(1), experts = weight.size(0);
-  const auto* ends = offsets.const_data_ptr<int32_t>();
-  const auto* x = rows.const_data_ptr<float>();
-  const auto* w = weight.const_data_ptr<float>();
-  auto* y = out.mutable_data_ptr<float>();
+  const int32_t* ends = ints(offsets);
+  const float *x = floats(rows), *w = floats(weight);
+  float* y = floats(out);
   at::parallel_for(0, rows.size(0), 128, [&](int64_t begin, int64_t end) {
     int64_t done = begin;
     for (int64_t e = 0; e < experts && done < end; ++e) {
@@ -43,10 +39,9 @@ void multiply_rows_cpu(const Tensor& rows, const Tensor& weight, const Tensor& o
 void accumulate_cpu(const Tensor& grad, const Tensor& dy, const Tensor& rows,
                     const Tensor& offsets) {
   const int64_t n = dy.size(1), k = rows.size(1), experts = grad.size(0);
-  const auto* ends = offsets.const_data_ptr<int32_t>();
-  const auto* d = dy.const_data_ptr<float>();
-  const auto* x = rows.const_data_ptr<float>();
-  auto* g = grad.mutable_data_ptr<float>();
+  const int32_t* ends = ints(offsets);
+  const float *d = floats(dy), *x = floats(rows);
+  float* g = floats(grad);
   at::parallel_for(0, n, 64, [&](int64_t begin, int64_t end) {
     for (int64_t e = 0; e < experts; ++e) {
       const auto [first, last] = expert_rows(ends, e);
@@ -61,7 +56,7 @@ void accumulate_cpu(const Tensor& grad, const Tensor& dy, const Tensor& rows,
 void for_each_expert_gpu(const Tensor& offsets, const std::function<void(int64_t, Range)>& body) {
   const Tensor host = offsets.cpu();
   for (int64_t e = 0; e < host.size(0); ++e) {
-    const Range range = expert_rows(host.const_data_ptr<int32_t>(), e);
+    const Range range = expert_rows(ints(host), e);
     if (range.begin < range.end) body(e, range);
   }
 }
@@ -91,8 +86,7 @@ void accumulate(const Tensor& grad, const Tensor& dy, const Tensor& rows, const 
     accumulate_cpu(grad, dy.to(at::kFloat), rows.to(at::kFloat), offsets);
   } else if (rows.scalar_type() == at::kBFloat16) {
     const Tensor added = at::_grouped_mm(dy.t(), rows, offsets);
-    MARROW_CUDA_CALL(add_bf16_to_fp32_cuda(grad.mutable_data_ptr<float>(), added.const_data_ptr(),
-                                           grad.numel(), current_cuda_stream()));
+    MARROW_CUDA_CALL(add_bf16_to_fp32_cuda(grad, added));
   } else {
     for_each_expert_gpu(offsets, [&](int64_t e, Range r) {
       grad.select(0, e).addmm_(dy.slice(0, r.begin, r.end).t(), rows.slice(0, r.begin, r.end));
@@ -102,16 +96,15 @@ void accumulate(const Tensor& grad, const Tensor& dy, const Tensor& rows, const 
 
 class GroupedLinear : public torch::autograd::Function<GroupedLinear> {
  public:
-  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& rows,
-                        const Parameter& weight, const Tensor& offsets, WeightGradQueue* queue) {
+  static Tensor forward(AutogradContext* ctx, const Tensor& rows, const Parameter& weight,
+                        const Tensor& offsets, WeightGradQueue* queue) {
     ctx->save_for_backward({rows, weight.value, offsets});
     ctx->saved_data["grad"] = weight.grad;  // changes in place before the backward
     ctx->saved_data["queue"] = reinterpret_cast<int64_t>(queue);
     return multiply_rows(rows, weight.value, offsets, true);
   }
 
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
-                                                 torch::autograd::variable_list d_out) {
+  static variable_list backward(AutogradContext* ctx, variable_list d_out) {
     const auto saved = ctx->get_saved_variables();
     const Tensor &rows = saved[0], &weight = saved[1], &offsets = saved[2];
     const Tensor grad = ctx->saved_data["grad"].toTensor();
@@ -128,17 +121,10 @@ class GroupedLinear : public torch::autograd::Function<GroupedLinear> {
 
 Tensor grouped_linear(const Tensor& rows, const Parameter& weight, const Tensor& offsets,
                       WeightGradQueue& queue) {
-  const Fix fix("pass the rows, weight and offsets of one layer as grouped_linear.h says");
-  MARROW_CHECK(rows.dim() == 2 && weight.value.dim() == 3 && rows.size(1) == weight.value.size(2),
-               ExitCode::kUsage, fix, "{}: rows {} do not fit the weight {}", weight.name,
-               c10::str(rows.sizes()), c10::str(weight.value.sizes()));
-  MARROW_CHECK(rows.scalar_type() == weight.value.scalar_type() && rows.is_contiguous(),
-               ExitCode::kUsage, fix, "{}: rows are {} (contiguous: {}), the weight is {}",
-               weight.name, c10::toString(rows.scalar_type()), rows.is_contiguous(),
-               c10::toString(weight.value.scalar_type()));
-  MARROW_CHECK(offsets.scalar_type() == at::kInt && offsets.numel() == weight.value.size(0),
-               ExitCode::kUsage, fix, "{}: {} offsets of {} for {} experts", weight.name,
-               offsets.numel(), c10::toString(offsets.scalar_type()), weight.value.size(0));
+  const at::ScalarType dtype = rows.scalar_type();
+  check_tensor(weight.name, weight.value, dtype, {-1, -1, rows.size(-1)});
+  check_tensor(weight.name + ": rows", rows, dtype, {-1, -1});
+  check_tensor(weight.name + ": offsets", offsets, at::kInt, {weight.value.size(0)}, rows.device());
   const int64_t n = weight.value.size(1), k = weight.value.size(2);
   MARROW_CHECK(rows.is_cpu() || rows.scalar_type() == at::kFloat || (n % 8 == 0 && k % 8 == 0),
                ExitCode::kUsage,

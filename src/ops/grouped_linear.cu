@@ -1,7 +1,4 @@
-#include <algorithm>
-
-#include "ops/cuda_check.cuh"
-#include "ops/grouped_linear_cuda.h"
+#include "ops/kernel_tools.cuh"
 
 namespace marrow {
 namespace {
@@ -33,29 +30,25 @@ __global__ void add_vectors(float4* accumulator, const uint4* addend, int64_t ve
   __stcs(accumulator + 2 * j + 1, plus(d1, b.z, b.w));
 }
 
-__global__ void add_elements(float* accumulator, const __nv_bfloat16* addend, int64_t n) {
+__global__ void add_elements(float* accumulator, const bf16* addend, int64_t n) {
   const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (i < n) accumulator[i] += __bfloat162float(addend[i]);
 }
 
 }  // namespace
 
-void add_bf16_to_fp32_cuda(float* accumulator, const void* addend, int64_t n, void* stream) {
-  const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  const auto* source = static_cast<const __nv_bfloat16*>(addend);
-  const bool aligned = (reinterpret_cast<uintptr_t>(accumulator) % 16 |
-                        reinterpret_cast<uintptr_t>(addend) % 16) == 0;
-  const int64_t vectors = aligned ? n / 8 : 0;
+void add_bf16_to_fp32_cuda(View accumulator, View addend) {
+  float* to = accumulator;
+  const bf16* from = addend;
+  const bool aligned = aligned_to(to, 16) && aligned_to(from, 16);
+  const int64_t vectors = aligned ? accumulator.elements / 8 : 0;
   if (vectors > 0) {
-    const auto blocks = static_cast<unsigned>((vectors + 511) / 512);
-    add_vectors<<<blocks, 256, 0, cuda_stream>>>(reinterpret_cast<float4*>(accumulator),
-                                                 reinterpret_cast<const uint4*>(source), vectors);
+    add_vectors<<<blocks_for(vectors, 512), 256, 0, current_stream()>>>(
+        reinterpret_cast<float4*>(to), reinterpret_cast<const uint4*>(from), vectors);
   }
-  const int64_t rest = n - vectors * 8;
+  const int64_t done = vectors * 8, rest = accumulator.elements - done;
   if (rest > 0) {
-    const auto blocks = static_cast<unsigned>((rest + 255) / 256);
-    add_elements<<<blocks, 256, 0, cuda_stream>>>(accumulator + vectors * 8, source + vectors * 8,
-                                                  rest);
+    add_elements<<<blocks_for(rest, 256), 256, 0, current_stream()>>>(to + done, from + done, rest);
   }
   MARROW_CUDA_CHECK(cudaGetLastError());
 }

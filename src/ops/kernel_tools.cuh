@@ -1,8 +1,27 @@
-// What the row-wise kernels share: wide loads and stores, sums over a block and over partial rows.
+// What kernels share: checks of launches, wide loads and stores, sums over a block and over partial
+// rows. Neither torch's headers nor base/error.h come here: nvcc needs 2 s for a plain file and
+// over a minute for one with torch.
 #pragma once
-#include "ops/cuda_check.cuh"
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include "ops/cuda_kernels.h"
+
+// Throws unless `call` returned cudaSuccess. After a launch: MARROW_CUDA_CHECK(cudaGetLastError()).
+#define MARROW_CUDA_CHECK(call)                                                                 \
+  do {                                                                                          \
+    const cudaError_t marrow_status = (call);                                                   \
+    if (marrow_status != cudaSuccess) {                                                         \
+      ::marrow::throw_cuda_error(#call, cudaGetErrorString(marrow_status), __FILE__, __LINE__); \
+    }                                                                                           \
+  } while (false)
 
 namespace marrow {
+
+// In op_tools.cpp. The error (kDeviceFault) names the call and CUDA's text.
+[[noreturn]] void throw_cuda_error(const char* call, const char* status, const char* file,
+                                   int line);
+cudaStream_t current_stream();  // ATen's
 
 using bf16 = __nv_bfloat16;
 
@@ -28,8 +47,8 @@ __device__ __forceinline__ void store_pack(T* to, const float (&from)[N]) {
 }
 
 // Sum over aligned groups of kLanes lanes of a warp; every lane of a group gets it.
-template <int kLanes>
-__device__ __forceinline__ float lane_sum(float value) {
+template <int kLanes, typename T>
+__device__ __forceinline__ T lane_sum(T value) {
 #pragma unroll
   for (int step = kLanes / 2; step > 0; step /= 2) {
     value += __shfl_xor_sync(0xffffffffu, value, step);
@@ -37,14 +56,15 @@ __device__ __forceinline__ float lane_sum(float value) {
   return value;
 }
 
-// Sum over a block of whole warps. `scratch` holds 32 floats per use: two uses in a row with the
-// same scratch need a __syncthreads between them.
-__device__ __forceinline__ float block_sum(float value, float* scratch) {
+// Sum over a block of whole warps, in a fixed order. `scratch` holds a value for each warp: two
+// uses in a row with the same scratch need a __syncthreads between them.
+template <typename T>
+__device__ __forceinline__ T block_sum(T value, T* scratch) {
   value = lane_sum<32>(value);
   if (blockDim.x == 32) return value;
   if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = value;
   __syncthreads();
-  float total = 0;
+  T total = 0;
   for (unsigned warp = 0; warp < blockDim.x / 32; ++warp) total += scratch[warp];
   return total;
 }
@@ -67,14 +87,44 @@ static __global__ void add_column_sums(const float* partials, int64_t rows, int6
 }
 
 inline void launch_add_column_sums(const float* partials, int64_t rows, int64_t stride,
-                                   int64_t columns, float* target, cudaStream_t stream) {
-  add_column_sums<<<(columns + 31) / 32, dim3(32, 32), 0, stream>>>(partials, rows, stride, columns,
-                                                                    target);
+                                   int64_t columns, float* target) {
+  add_column_sums<<<(columns + 31) / 32, dim3(32, 32), 0, current_stream()>>>(
+      partials, rows, stride, columns, target);
   MARROW_CUDA_CHECK(cudaGetLastError());
 }
 
 inline bool aligned_to(const void* pointer, uintptr_t bytes) {
   return pointer == nullptr || reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
+}
+
+// Whether rows of `width` elements of the views' dtype (the first one's) can be read in packs of 16
+// bytes.
+template <typename... Views>
+bool in_packs(int64_t width, const View& first, const Views&... others) {
+  return width % (first.bf16 ? 8 : 4) == 0 && aligned_to(first.data, 16) &&
+         (aligned_to(others.data, 16) && ...);
+}
+
+// Calls launch<T>() for T = bf16 or float.
+template <typename Launch>
+void launch_typed(bool is_bf16, const Launch& launch) {
+  is_bf16 ? launch.template operator()<bf16>() : launch.template operator()<float>();
+  MARROW_CUDA_CHECK(cudaGetLastError());
+}
+
+// Calls launch<T, N>() for packs of N elements of T: 16 bytes where `packs`, else one element.
+template <typename Launch>
+void launch_packs(bool is_bf16, bool packs, const Launch& launch) {
+  if (is_bf16) {
+    packs ? launch.template operator()<bf16, 8>() : launch.template operator()<bf16, 1>();
+  } else {
+    packs ? launch.template operator()<float, 4>() : launch.template operator()<float, 1>();
+  }
+  MARROW_CUDA_CHECK(cudaGetLastError());
+}
+
+inline unsigned blocks_for(int64_t items, int64_t per_block) {
+  return static_cast<unsigned>((items + per_block - 1) / per_block);
 }
 
 }  // namespace marrow

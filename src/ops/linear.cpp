@@ -1,7 +1,6 @@
-#include "ops/pch.h"
-// After the precompiled header:
 #include "ops/linear.h"
-#include "ops/saved_state.h"
+
+#include "ops/op_tools.h"
 
 namespace marrow {
 namespace {
@@ -13,35 +12,33 @@ struct LinearState {
 };
 
 struct LinearFunction : torch::autograd::Function<LinearFunction> {
-  static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& x,
-                            const LinearState& state) {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const LinearState& state) {
     ctx->save_for_backward({x});
     save_state(ctx, state);
     if (state.bias) return at::addmm(state.bias->value, x, state.weight.value.t());
     return at::mm(x, state.weight.value.t());
   }
 
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
-                                                 const torch::autograd::variable_list& d_out) {
+  static variable_list backward(AutogradContext* ctx, const variable_list& d_out) {
     const auto& state = saved_state<LinearState>(ctx);
-    const at::Tensor x = ctx->get_saved_variables()[0].detach();
-    const at::Tensor dy = d_out[0];
-    const at::Tensor weight_grad = state.weight.grad;
-    const at::Tensor bias_grad = state.bias ? state.bias->grad : at::Tensor();
+    const Tensor x = ctx->get_saved_variables()[0].detach();
+    const Tensor dy = d_out[0];
+    const Tensor weight_grad = state.weight.grad;
+    const Tensor bias_grad = state.bias ? state.bias->grad : Tensor();
     if (weight_grad.defined() || bias_grad.defined()) {
       state.queue->push([weight_grad, bias_grad, dy, x] {
         if (weight_grad.defined()) accumulate_weight_grad(weight_grad, dy, x);
         if (bias_grad.defined()) bias_grad.add_(at::sum(dy, {0}, false, at::kFloat));
       });
     }
-    return {at::mm(dy, state.weight.value), at::Tensor()};
+    return {at::mm(dy, state.weight.value), Tensor()};
   }
 };
 
 }  // namespace
 
-at::Tensor linear(const at::Tensor& x, const Parameter& weight, WeightGradQueue& queue,
-                  const Parameter* bias) {
+Tensor linear(const Tensor& x, const Parameter& weight, WeightGradQueue& queue,
+              const Parameter* bias) {
   MARROW_CHECK(x.dim() == 2 && weight.value.dim() == 2 && x.size(1) == weight.value.size(1) &&
                    x.scalar_type() == weight.value.scalar_type(),
                ExitCode::kUsage, Fix("compare the model's config.json with the weights' shapes"),
@@ -53,9 +50,9 @@ at::Tensor linear(const at::Tensor& x, const Parameter& weight, WeightGradQueue&
   return LinearFunction::apply(x, state);
 }
 
-void accumulate_weight_grad(const at::Tensor& grad, const at::Tensor& dy, const at::Tensor& x) {
+void accumulate_weight_grad(const Tensor& grad, const Tensor& dy, const Tensor& x) {
   if (x.size(0) == 0) return;
-  at::Tensor target = grad;
+  Tensor target = grad;
   if (x.is_cuda() && x.scalar_type() == at::kBFloat16) {
     at::addmm_out(target, grad, dy.t(), x, at::kFloat, 1, 1);
     return;

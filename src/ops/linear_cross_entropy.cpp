@@ -1,13 +1,13 @@
 #include "ops/linear_cross_entropy.h"
 
+#include <numeric>
+
 #include "ops/cpu_math.h"
-#include "ops/cuda_launch.h"
-#include "ops/linear_cross_entropy_cuda.h"
+#include "ops/linear.h"
+#include "ops/op_tools.h"
 
 namespace marrow {
 namespace {
-
-using at::Tensor;
 
 constexpr int64_t kGpuChunk = 2048;               // rows; 0.6 GB of bf16 logits at V = 151,936
 constexpr int64_t kCpuLogits = int64_t{1} << 22;  // elements that exist at a time on the CPU
@@ -16,24 +16,11 @@ constexpr int64_t kCpuRows = 128;                 // of a task: its logits stay 
 // -log p[target]; turns the row into scale · (p - onehot(target)) if with_gradient.
 float cross_entropy_row(float* row, int64_t vocabulary, int64_t target, float scale,
                         bool with_gradient) {
-  const int64_t whole = vocabulary / 8 * 8;
-  __m256 tops = _mm256_set1_ps(-INFINITY);
-  for (int64_t v = 0; v < whole; v += 8) tops = _mm256_max_ps(_mm256_loadu_ps(row + v), tops);
-  float top = max8(tops);
-  for (int64_t v = whole; v < vocabulary; ++v) top = std::max(top, row[v]);
-  const float target_logit = row[target];
-  const __m256 shift = _mm256_set1_ps(top);
+  const float top = max_of_row(row, vocabulary), target_logit = row[target];
   double sum = 0.0;  // of short fp32 sums: one long fp32 sum is off by 1e-4 at large vocabularies
-  for (int64_t begin = 0; begin < whole; begin += 512) {
-    __m256 sums = _mm256_setzero_ps();
-    for (int64_t v = begin; v < std::min(begin + 512, whole); v += 8) {
-      const __m256 e = exp8(_mm256_sub_ps(_mm256_loadu_ps(row + v), shift));
-      _mm256_storeu_ps(row + v, e);
-      sums = _mm256_add_ps(sums, e);
-    }
-    sum += sum8(sums);
+  for (int64_t v = 0; v < vocabulary; v += 512) {
+    sum += exp_row(row + v, std::min<int64_t>(512, vocabulary - v), top);
   }
-  for (int64_t v = whole; v < vocabulary; ++v) sum += row[v] = std::exp(row[v] - top);
   if (with_gradient) {
     const auto factor = static_cast<float>(scale / sum);
     for (int64_t v = 0; v < vocabulary; ++v) row[v] *= factor;
@@ -46,10 +33,9 @@ LinearCrossEntropy run_cpu(const Tensor& x, const Parameter& weight, const Tenso
                            double gradient_scale, bool with_gradient) {
   const int64_t tokens = x.size(0), hidden = x.size(1), vocabulary = weight.value.size(0);
   const Tensor xf = x.to(at::kFloat), wf = weight.value.detach().to(at::kFloat);
-  const auto* xs = xf.const_data_ptr<float>();
-  const auto* w = wf.const_data_ptr<float>();
-  const auto* target = targets.const_data_ptr<int32_t>();
-  const auto* bad =
+  const float *xs = floats(xf), *w = floats(wf);
+  const int32_t* target = ints(targets);
+  const int32_t* bad =
       std::find_if(target, target + tokens, [&](int32_t t) { return t < -1 || t >= vocabulary; });
   MARROW_CHECK(bad == target + tokens, ExitCode::kBadInput,
                Fix("tokenize the corpus with the model's tokenizer, or raise vocab_size"),
@@ -57,12 +43,11 @@ LinearCrossEntropy run_cpu(const Tensor& x, const Parameter& weight, const Tenso
                vocabulary);
   LinearCrossEntropy result{at::zeros({1}, xf.options()), {}};
   if (with_gradient) result.d_x = at::empty(xf.sizes(), xf.options());
-  auto* dx = with_gradient ? result.d_x.mutable_data_ptr<float>() : nullptr;
-  auto* dw = with_gradient ? weight.grad.mutable_data_ptr<float>() : nullptr;
+  float *dx = floats(result.d_x), *dw = floats(weight.grad);
   const float scale = static_cast<float>(gradient_scale);
   const int64_t chunk = std::min(tokens, std::max<int64_t>(kCpuRows / 2, kCpuLogits / vocabulary));
   const Tensor buffer = at::empty({chunk, vocabulary}, xf.options());
-  auto* logits = buffer.mutable_data_ptr<float>();
+  float* logits = floats(buffer);
   std::vector<float> losses(tokens);
 
   const auto run_rows = [&](int64_t first, int64_t begin, int64_t end) {  // rows of the chunk
@@ -96,9 +81,7 @@ LinearCrossEntropy run_cpu(const Tensor& x, const Parameter& weight, const Tenso
             xs + first * hidden, hidden, 1.0f, dw + begin * hidden, hidden);
     });
   }
-  double sum = 0.0;
-  for (const float loss : losses) sum += loss;
-  *result.loss_sum.mutable_data_ptr<float>() = static_cast<float>(sum);
+  *floats(result.loss_sum) = static_cast<float>(std::accumulate(losses.begin(), losses.end(), 0.0));
   if (with_gradient) result.d_x = result.d_x.to(x.scalar_type());
   return result;
 }
@@ -106,34 +89,25 @@ LinearCrossEntropy run_cpu(const Tensor& x, const Parameter& weight, const Tenso
 LinearCrossEntropy run_gpu(const Tensor& x, const Parameter& weight, const Tensor& targets,
                            double gradient_scale, bool with_gradient) {
   const int64_t tokens = x.size(0), vocabulary = weight.value.size(0);
-  const bool bf16 = x.scalar_type() == at::kBFloat16;
-  const auto floats = x.options().dtype(at::kFloat);
   const Tensor w = weight.value.detach();
-  LinearCrossEntropy result{at::empty({1}, floats), {}};
+  LinearCrossEntropy result;
   if (with_gradient) result.d_x = at::empty(x.sizes(), x.options());
-  const Tensor losses = at::empty({tokens}, floats);
+  const Tensor losses = at::empty({tokens}, x.options().dtype(at::kFloat));
   const Tensor buffer = at::empty({std::min(tokens, kGpuChunk), vocabulary}, x.options());
   for (int64_t first = 0; first < tokens; first += kGpuChunk) {
     const int64_t count = std::min(kGpuChunk, tokens - first);
     const Tensor rows = x.detach().narrow(0, first, count);
     Tensor logits = buffer.narrow(0, 0, count);
     at::mm_out(logits, rows, w.t());
-    MARROW_CUDA_CALL(cross_entropy_cuda(
-        logits.mutable_data_ptr(), targets.const_data_ptr<int32_t>() + first,
-        losses.mutable_data_ptr<float>() + first, count, vocabulary, bf16,
-        static_cast<float>(gradient_scale), with_gradient, current_cuda_stream()));
+    MARROW_CUDA_CALL(cross_entropy_cuda(logits, targets.narrow(0, first, count),
+                                        losses.narrow(0, first, count),
+                                        static_cast<float>(gradient_scale), with_gradient));
     if (!with_gradient) continue;
-    Tensor dx = result.d_x.narrow(0, first, count), dw = weight.grad;
+    Tensor dx = result.d_x.narrow(0, first, count);
     at::mm_out(dx, logits, w);
-    if (bf16) {
-      at::addmm_out(dw, dw, logits.t(), rows, at::kFloat, 1, 1);
-    } else {
-      at::addmm_out(dw, dw, logits.t(), rows);
-    }
+    accumulate_weight_grad(weight.grad, logits, rows);
   }
-  MARROW_CUDA_CALL(sum_losses_cuda(losses.const_data_ptr<float>(), tokens,
-                                   result.loss_sum.mutable_data_ptr<float>(),
-                                   current_cuda_stream()));
+  result.loss_sum = losses.sum({0}, /*keepdim=*/true, at::kDouble).to(at::kFloat);
   return result;
 }
 
@@ -143,17 +117,9 @@ LinearCrossEntropy linear_cross_entropy(const Tensor& x, const Parameter& weight
                                         const Tensor& targets, double gradient_scale,
                                         bool with_gradient) {
   const at::NoGradGuard no_grad;
-  const Tensor& w = weight.value;
-  MARROW_CHECK(x.dim() == 2 && w.dim() == 2 && x.size(1) == w.size(1) && x.is_contiguous() &&
-                   x.scalar_type() == w.scalar_type(),
-               ExitCode::kUsage, Fix("pass contiguous x [T, H] and weight [V, H] of one dtype"),
-               "{}: x {} {} does not fit the weight {} {}", weight.name, c10::str(x.sizes()),
-               c10::toString(x.scalar_type()), c10::str(w.sizes()), c10::toString(w.scalar_type()));
-  MARROW_CHECK(targets.scalar_type() == at::kInt && targets.is_contiguous() &&
-                   targets.numel() == x.size(0) && targets.device() == x.device(),
-               ExitCode::kUsage, Fix("pass one contiguous int32 target for each row, -1 = none"),
-               "{}: targets are {} {} for {} rows", weight.name,
-               c10::toString(targets.scalar_type()), c10::str(targets.sizes()), x.size(0));
+  check_tensor(weight.name + ": x", x, kWorkingDtype, {-1, -1});
+  check_tensor(weight.name, weight.value, x.scalar_type(), {-1, x.size(1)});
+  check_tensor(weight.name + ": targets", targets, at::kInt, {x.size(0)}, x.device());
   MARROW_CHECK(!with_gradient || weight.grad.defined(), ExitCode::kUsage,
                Fix("give the head's Parameter a gradient buffer, or pass with_gradient = false"),
                "{} has no gradient buffer", weight.name);

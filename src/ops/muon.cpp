@@ -1,12 +1,9 @@
 #include "ops/muon.h"
 
-#include "ops/cuda_launch.h"
-#include "ops/muon_cuda.h"
+#include "ops/op_tools.h"
 
 namespace marrow {
 namespace {
-
-using at::Tensor;
 
 constexpr int64_t kElementsAtOnce = int64_t{1} << 26;  // bounds the temporaries
 
@@ -31,17 +28,12 @@ void update_batch(const Tensor& master, const Tensor& working, const Tensor& gra
   const double decay = 1.0 - step.lr * step.weight_decay;
   const double step_size = step.lr * 0.2 * std::sqrt(larger);
   if (master.is_cuda()) {
-    Tensor direction = at::empty(grad.sizes(), grad.options().dtype(at::kBFloat16));
-    const float* scale = grad_scale.const_data_ptr<float>();
-    MARROW_CUDA_CALL(muon_momentum_cuda(
-        grad.mutable_data_ptr<float>(), momentum_buffer.mutable_data_ptr<float>(),
-        direction.mutable_data_ptr(), scale, static_cast<float>(step.momentum), step.zero_grad,
-        grad.numel(), current_cuda_stream()));
+    const Tensor direction = at::empty(grad.sizes(), grad.options().dtype(at::kBFloat16));
+    MARROW_CUDA_CALL(muon_momentum_cuda(grad, momentum_buffer, direction, grad_scale,
+                                        static_cast<float>(step.momentum), step.zero_grad));
     const Tensor orthogonal = orthogonalize(direction);
-    MARROW_CUDA_CALL(muon_apply_cuda(
-        master.mutable_data_ptr<float>(), working.defined() ? working.mutable_data_ptr() : nullptr,
-        orthogonal.const_data_ptr(), scale, static_cast<float>(decay),
-        static_cast<float>(step_size), master.numel(), current_cuda_stream()));
+    MARROW_CUDA_CALL(muon_apply_cuda(master, working, orthogonal, grad_scale,
+                                     static_cast<float>(decay), static_cast<float>(step_size)));
     return;
   }
   const float scale = *grad_scale.const_data_ptr<float>();
@@ -60,16 +52,13 @@ void update_batch(const Tensor& master, const Tensor& working, const Tensor& gra
 void muon_update(const Tensor& master, const Tensor& working, const Tensor& grad,
                  const Tensor& momentum_buffer, const Tensor& grad_scale, const MuonStep& step) {
   const at::NoGradGuard no_grad;
-  for (const Tensor& tensor : {master, grad, momentum_buffer, working}) {
-    if (!tensor.defined()) continue;
-    MARROW_CHECK(tensor.dim() == 3 && tensor.is_contiguous() && tensor.sizes() == master.sizes() &&
-                     tensor.device() == master.device() &&
-                     tensor.scalar_type() == (tensor.is_same(working) ? at::kBFloat16 : at::kFloat),
-                 ExitCode::kUsage,
-                 Fix("pass contiguous [b, n, m] views of one parameter (ops/muon.h)"),
-                 "{} {} does not fit the masters {}", c10::toString(tensor.scalar_type()),
-                 c10::str(tensor.sizes()), c10::str(master.sizes()));
-  }
+  MARROW_CHECK(master.dim() == 3, ExitCode::kUsage, Fix("pass [b, n, m] views (ops/muon.h)"),
+               "the masters are {}", c10::str(master.sizes()));
+  check_tensor("master", master, at::kFloat, master.sizes());
+  const at::Device device = master.device();
+  check_tensor("grad", grad, at::kFloat, master.sizes(), device);
+  check_tensor("momentum_buffer", momentum_buffer, at::kFloat, master.sizes(), device);
+  if (working.defined()) check_tensor("working", working, at::kBFloat16, master.sizes(), device);
   if (master.numel() == 0) return;
   const int64_t matrix = master.size(1) * master.size(2);
   const int64_t batch = std::max<int64_t>(1, kElementsAtOnce / matrix);

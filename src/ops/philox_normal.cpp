@@ -1,7 +1,6 @@
 #include "ops/philox_normal.h"
 
-#include "ops/cpu_loops.h"
-#include "ops/cuda_launch.h"
+#include "ops/op_tools.h"
 
 // From here on products and sums are never fused: the values must be the GPU's.
 #if defined(__clang__)
@@ -9,7 +8,7 @@
 #else
 #pragma GCC optimize("fp-contract=off")
 #endif
-#include "ops/philox_normal_cuda.h"
+#include "ops/philox_normal_math.h"
 
 namespace marrow {
 namespace {
@@ -20,15 +19,14 @@ uint64_t fnv1a(std::string_view text) {
   return hash;
 }
 
-template <typename T>
-void fill_cpu(T* out, int64_t n, const philox::Key& key, int64_t first, float std) {
+void fill_cpu(float* out, int64_t n, const philox::Key& key, int64_t first, float std) {
   at::parallel_for(first / 4, (first + n + 3) / 4, 4096, [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block) {
       float normals[4];
       philox::normals_of_block(key, static_cast<uint64_t>(block), normals);
       const int64_t last = std::min(block * 4 + 4, first + n);
       for (int64_t element = std::max(block * 4, first); element < last; ++element) {
-        out[element - first] = static_cast<T>(philox::mul(normals[element - block * 4], std));
+        out[element - first] = philox::mul(normals[element - block * 4], std);
       }
     }
   });
@@ -38,21 +36,20 @@ void fill_cpu(T* out, int64_t n, const philox::Key& key, int64_t first, float st
 
 void philox_normal(at::Tensor out, int64_t seed, std::string_view name, int64_t first_element,
                    double std) {
-  MARROW_CHECK(out.is_contiguous() && first_element >= 0, ExitCode::kUsage,
-               Fix("fill a contiguous tensor from an element index that is not negative"),
+  MARROW_CHECK(first_element >= 0, ExitCode::kUsage,
+               Fix("fill from an element index that is not negative"),
                "philox_normal: {} {} from element {}", name, c10::str(out.sizes()), first_element);
   if (out.numel() == 0) return;
+  check_tensor(name, out, kWorkingDtype, out.sizes());
   const philox::Key key{static_cast<uint64_t>(seed), fnv1a(name)};
   const auto deviation = static_cast<float>(std);
   if (out.is_cuda()) {
-    MARROW_CUDA_CALL(philox_normal_cuda(out.data_ptr(), out.scalar_type() == at::kBFloat16,
-                                        out.numel(), key, first_element, deviation,
-                                        current_cuda_stream()));
+    MARROW_CUDA_CALL(philox_normal_cuda(out, key, first_element, deviation));
     return;
   }
-  dispatch_working_dtype(out.scalar_type(), [&](auto zero) {
-    fill_cpu(out.data_ptr<decltype(zero)>(), out.numel(), key, first_element, deviation);
-  });
+  const Tensor out32 = out.to(at::kFloat);
+  fill_cpu(floats(out32), out.numel(), key, first_element, deviation);
+  if (!out32.is_same(out)) out.copy_(out32);
 }
 
 }  // namespace marrow

@@ -1,5 +1,5 @@
-#include "ops/cuda_check.cuh"
-#include "ops/philox_normal_cuda.h"
+#include "ops/kernel_tools.cuh"
+#include "ops/philox_normal_math.h"
 
 namespace marrow {
 namespace {
@@ -23,18 +23,13 @@ __global__ void fill(T* out, int64_t n, philox::Key key, int64_t first, float st
 
 }  // namespace
 
-void philox_normal_cuda(void* out, bool bf16, int64_t n, const philox::Key& key,
-                        int64_t first_element, float std, void* stream) {
-  const int64_t blocks = (first_element + n + 3) / 4 - first_element / 4;
-  const int64_t grid = (blocks + kThreads - 1) / kThreads;
-  auto* cuda_stream = static_cast<cudaStream_t>(stream);
-  if (bf16) {
-    fill<<<grid, kThreads, 0, cuda_stream>>>(static_cast<__nv_bfloat16*>(out), n, key,
-                                             first_element, std);
-  } else {
-    fill<<<grid, kThreads, 0, cuda_stream>>>(static_cast<float*>(out), n, key, first_element, std);
-  }
-  MARROW_CUDA_CHECK(cudaGetLastError());
+void philox_normal_cuda(View out, const philox::Key& key, int64_t first_element, float std) {
+  const int64_t n = out.elements;
+  const int64_t philox_blocks = (first_element + n + 3) / 4 - first_element / 4;
+  launch_typed(out.bf16, [&]<typename T>() {
+    fill<T><<<blocks_for(philox_blocks, kThreads), kThreads, 0, current_stream()>>>(
+        out, n, key, first_element, std);
+  });
 }
 
 }  // namespace marrow

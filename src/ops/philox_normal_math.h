@@ -1,8 +1,11 @@
-// The arithmetic of philox_normal, the same source for CPU and GPU. Every fp32 product and sum is
-// rounded on its own: the GPU by intrinsics, the CPU because philox_normal.cpp forbids contraction.
+// The arithmetic of philox_normal and its CUDA kernel: the same source for CPU and GPU. Every fp32
+// product and sum is rounded on its own: the GPU by intrinsics, the CPU because philox_normal.cpp
+// forbids contraction.
 #pragma once
 #include <cmath>
 #include <cstdint>
+
+#include "ops/cuda_kernels.h"
 
 #ifdef __CUDACC__
 #define MARROW_HOST_DEVICE __host__ __device__ __forceinline__
@@ -17,29 +20,15 @@ struct Key {
   uint64_t name;  // FNV-1a hash
 };
 
-MARROW_HOST_DEVICE float mul(float a, float b) {
 #ifdef __CUDA_ARCH__
-  return __fmul_rn(a, b);
+MARROW_HOST_DEVICE float mul(float a, float b) { return __fmul_rn(a, b); }
+MARROW_HOST_DEVICE float add(float a, float b) { return __fadd_rn(a, b); }
+MARROW_HOST_DEVICE float square_root(float x) { return __fsqrt_rn(x); }
 #else
-  return a * b;
+MARROW_HOST_DEVICE float mul(float a, float b) { return a * b; }
+MARROW_HOST_DEVICE float add(float a, float b) { return a + b; }
+MARROW_HOST_DEVICE float square_root(float x) { return std::sqrt(x); }  // rounded right by IEEE 754
 #endif
-}
-
-MARROW_HOST_DEVICE float add(float a, float b) {
-#ifdef __CUDA_ARCH__
-  return __fadd_rn(a, b);
-#else
-  return a + b;
-#endif
-}
-
-MARROW_HOST_DEVICE float square_root(float x) {
-#ifdef __CUDA_ARCH__
-  return __fsqrt_rn(x);
-#else
-  return std::sqrt(x);  // correctly rounded by IEEE 754
-#endif
-}
 
 // Philox4x32-10 (Salmon et al., 2011): counter (block, name), key seed → 4 random words.
 MARROW_HOST_DEVICE void words_of_block(const Key& key, uint64_t block, uint32_t (&words)[4]) {
@@ -128,3 +117,10 @@ MARROW_HOST_DEVICE void normals_of_block(const Key& key, uint64_t block, float (
 }
 
 }  // namespace marrow::philox
+
+namespace marrow {
+
+// Fills out [n], fp32 or bf16 in device memory, with elements first_element … of the key.
+void philox_normal_cuda(View out, const philox::Key& key, int64_t first_element, float std);
+
+}  // namespace marrow

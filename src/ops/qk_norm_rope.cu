@@ -1,5 +1,4 @@
 #include "ops/kernel_tools.cuh"
-#include "ops/qk_norm_rope_cuda.h"
 
 namespace marrow {
 namespace {
@@ -20,14 +19,12 @@ struct Lane {
   }
   template <typename Source>
   __device__ void load(const Source* from, float (&to)[kPairs]) const {
-    if constexpr (kPacked) {
-      if constexpr (sizeof(Source) * kPairs <= 16) {
-        load_pack<kPairs>(from + lane * kPairs, to);
-      } else {
+    if constexpr (kPacked && sizeof(Source) * kPairs <= 16) {
+      load_pack<kPairs>(from + lane * kPairs, to);
+    } else if constexpr (kPacked) {
 #pragma unroll
-        for (int i = 0; i < kPairs; i += 4) {
-          load_pack<4>(from + lane * kPairs + i, reinterpret_cast<float(&)[4]>(to[i]));
-        }
+      for (int i = 0; i < kPairs; i += 4) {
+        load_pack<4>(from + lane * kPairs + i, reinterpret_cast<float(&)[4]>(to[i]));
       }
     } else {
 #pragma unroll
@@ -37,14 +34,12 @@ struct Lane {
     }
   }
   __device__ void store(T* to, const float (&from)[kPairs]) const {
-    if constexpr (kPacked) {
-      if constexpr (sizeof(T) * kPairs <= 16) {
-        store_pack<kPairs>(to + lane * kPairs, from);
-      } else {
+    if constexpr (kPacked && sizeof(T) * kPairs <= 16) {
+      store_pack<kPairs>(to + lane * kPairs, from);
+    } else if constexpr (kPacked) {
 #pragma unroll
-        for (int i = 0; i < kPairs; i += 4) {
-          store_pack<4>(to + lane * kPairs + i, reinterpret_cast<const float(&)[4]>(from[i]));
-        }
+      for (int i = 0; i < kPairs; i += 4) {
+        store_pack<4>(to + lane * kPairs + i, reinterpret_cast<const float(&)[4]>(from[i]));
       }
     } else {
 #pragma unroll
@@ -66,7 +61,8 @@ template <typename T, int kPairs, bool kPacked>
 __device__ __forceinline__ void load_norms(const QkNormRopeArgs& args,
                                            const Lane<T, kPairs, kPacked>& lane,
                                            Factors<kPairs>& factors) {
-  const T* norms[2] = {static_cast<const T*>(args.q_norm), static_cast<const T*>(args.k_norm)};
+  const T* norms[2] = {static_cast<const T*>(args.q_norm.data),
+                       static_cast<const T*>(args.k_norm.data)};
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
     lane.load(norms[n], factors.first[n]);
@@ -78,7 +74,7 @@ template <typename T, int kPairs, bool kPacked>
 __global__ void __launch_bounds__(32 * kWarps)
     forward_kernel(const __grid_constant__ QkNormRopeArgs args, T* q, T* k) {
   const int64_t token = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.y;
-  if (token >= args.tokens) return;
+  if (token >= args.qkv.rows) return;
   const int64_t size = args.head_size;
   const Lane<T, kPairs, kPacked> lane{size / 2, static_cast<int>(threadIdx.x) % kLanes};
   Factors<kPairs> factors;
@@ -86,7 +82,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   lane.load(args.cos + args.positions[token] * lane.half, factors.cos);
   lane.load(args.sin + args.positions[token] * lane.half, factors.sin);
   const int64_t heads = args.q_heads + args.kv_heads;
-  const T* row = static_cast<const T*>(args.qkv) + token * (heads + args.kv_heads) * size;
+  const T* row = static_cast<const T*>(args.qkv.data) + token * (heads + args.kv_heads) * size;
 #pragma unroll 2
   for (int64_t h = threadIdx.x / kLanes; h < (heads + 1) / 2 * 2; h += 2) {
     const bool valid = h < heads;  // all lanes take part in the sum
@@ -128,12 +124,12 @@ __global__ void __launch_bounds__(32 * kWarps)
   float d_second[2][kPairs] = {};
   const int64_t heads = args.q_heads + args.kv_heads;
   const int64_t group = threadIdx.x / kLanes;
-  for (int64_t token = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.y; token < args.tokens;
-       token += static_cast<int64_t>(gridDim.x) * kWarps) {
+  for (int64_t token = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.y;
+       token < args.qkv.rows; token += static_cast<int64_t>(gridDim.x) * kWarps) {
     lane.load(args.cos + args.positions[token] * lane.half, factors.cos);
     lane.load(args.sin + args.positions[token] * lane.half, factors.sin);
     const int64_t start = token * (heads + args.kv_heads) * size;
-    const T* row = static_cast<const T*>(args.qkv) + start;
+    const T* row = static_cast<const T*>(args.qkv.data) + start;
     T* d_row = d_qkv + start;
 #pragma unroll 2
     for (int64_t h = group; h < (heads + 1) / 2 * 2; h += 2) {
@@ -214,73 +210,54 @@ __global__ void __launch_bounds__(32 * kWarps)
   }
 }
 
-template <typename T, int kPairs, bool kPacked>
-struct Launch {
-  static void forward(const QkNormRopeArgs& args, void* q, void* k, cudaStream_t stream) {
-    forward_kernel<T, kPairs, kPacked>
-        <<<(args.tokens + kWarps - 1) / kWarps, dim3(32, kWarps), 0, stream>>>(
-            args, static_cast<T*>(q), static_cast<T*>(k));
-  }
-  static void backward(const QkNormRopeArgs& args, const void* dq, const void* dk, const void* dv,
-                       void* d_qkv, float* partials, int64_t blocks, cudaStream_t stream) {
-    backward_kernel<T, kPairs, kPacked>
-        <<<blocks, dim3(32, kWarps), 2 * args.head_size * sizeof(float), stream>>>(
-            args, static_cast<const T*>(dq), static_cast<const T*>(dk), static_cast<const T*>(dv),
-            static_cast<T*>(d_qkv), partials);
-  }
-};
-
-// Calls run(Launch<…>) for the head size; `packed` where every pointer is aligned to 16 bytes.
-template <typename T, typename Run>
-void dispatch(int64_t head_size, bool packed, Run&& run) {
-  if (packed && head_size == 64) return run(Launch<T, 2, true>());
-  if (packed && head_size == 128) return run(Launch<T, 4, true>());
-  if (packed && head_size == 256) return run(Launch<T, 8, true>());
-  if (head_size <= 128) return run(Launch<T, 4, false>());
-  return run(Launch<T, 16, false>());
+// Calls launch<T, kPairs, kPacked>() for the head size; `packed` where all is aligned to 16 bytes.
+template <typename T, typename Launch>
+void dispatch(int64_t head_size, bool packed, const Launch& launch) {
+  if (packed && head_size == 64) return launch.template operator()<T, 2, true>();
+  if (packed && head_size == 128) return launch.template operator()<T, 4, true>();
+  if (packed && head_size == 256) return launch.template operator()<T, 8, true>();
+  if (head_size <= 128) return launch.template operator()<T, 4, false>();
+  return launch.template operator()<T, 16, false>();
 }
 
-template <typename... Pointers>
-bool aligned(const QkNormRopeArgs& args, Pointers... pointers) {
-  return aligned_to(args.qkv, 16) && aligned_to(args.q_norm, 16) && aligned_to(args.k_norm, 16) &&
-         aligned_to(args.cos, 16) && aligned_to(args.sin, 16) && (aligned_to(pointers, 16) && ...);
+template <typename Launch, typename... Views>
+void dispatch(const QkNormRopeArgs& args, const Launch& launch, const Views&... views) {
+  const bool packed = aligned_to(args.qkv.data, 16) && aligned_to(args.q_norm.data, 16) &&
+                      aligned_to(args.k_norm.data, 16) && aligned_to(args.cos, 16) &&
+                      aligned_to(args.sin, 16) && (aligned_to(views.data, 16) && ...);
+  if (args.qkv.bf16) {
+    dispatch<bf16>(args.head_size, packed, launch);
+  } else {
+    dispatch<float>(args.head_size, packed, launch);
+  }
+  MARROW_CUDA_CHECK(cudaGetLastError());
 }
 
 }  // namespace
 
-void qk_norm_rope_forward_cuda(const QkNormRopeArgs& args, void* q, void* k, void* stream) {
-  const auto run = [&](auto launch) {
-    launch.forward(args, q, k, static_cast<cudaStream_t>(stream));
+void qk_norm_rope_forward_cuda(const QkNormRopeArgs& args, View q, View k) {
+  const auto launch = [&]<typename T, int kPairs, bool kPacked>() {
+    forward_kernel<T, kPairs, kPacked>
+        <<<blocks_for(args.qkv.rows, kWarps), dim3(32, kWarps), 0, current_stream()>>>(args, q, k);
   };
-  const bool packed = aligned(args, q, k);
-  if (args.bf16) {
-    dispatch<bf16>(args.head_size, packed, run);
-  } else {
-    dispatch<float>(args.head_size, packed, run);
-  }
-  MARROW_CUDA_CHECK(cudaGetLastError());
+  dispatch(args, launch, q, k);
 }
 
-void qk_norm_rope_backward_cuda(const QkNormRopeArgs& args, const void* dq, const void* dk,
-                                const void* dv, void* d_qkv, float* partials, int64_t blocks,
-                                float* q_norm_grad, float* k_norm_grad, void* stream) {
-  auto* cuda_stream = static_cast<cudaStream_t>(stream);
-  const auto run = [&](auto launch) {
-    launch.backward(args, dq, dk, dv, d_qkv, partials, blocks, cuda_stream);
-  };
-  const bool packed = aligned(args, dq, dk, dv, static_cast<const void*>(d_qkv));
-  if (args.bf16) {
-    dispatch<bf16>(args.head_size, packed, run);
-  } else {
-    dispatch<float>(args.head_size, packed, run);
-  }
-  MARROW_CUDA_CHECK(cudaGetLastError());
+void qk_norm_rope_backward_cuda(const QkNormRopeArgs& args, View dq, View dk, View dv, View d_qkv,
+                                View partials, View q_norm_grad, View k_norm_grad) {
   const int64_t size = args.head_size;
-  if (q_norm_grad != nullptr) {
-    launch_add_column_sums(partials, blocks, 2 * size, size, q_norm_grad, cuda_stream);
+  const auto launch = [&]<typename T, int kPairs, bool kPacked>() {
+    backward_kernel<T, kPairs, kPacked>
+        <<<partials.rows, dim3(32, kWarps), 2 * size * sizeof(float), current_stream()>>>(
+            args, dq, dk, dv, d_qkv, partials);
+  };
+  dispatch(args, launch, dq, dk, dv, d_qkv);
+  const float* sums = partials;
+  if (q_norm_grad.defined()) {
+    launch_add_column_sums(sums, partials.rows, 2 * size, size, q_norm_grad);
   }
-  if (k_norm_grad != nullptr) {
-    launch_add_column_sums(partials + size, blocks, 2 * size, size, k_norm_grad, cuda_stream);
+  if (k_norm_grad.defined()) {
+    launch_add_column_sums(sums + size, partials.rows, 2 * size, size, k_norm_grad);
   }
 }
 

@@ -1,8 +1,7 @@
 #include "ops/reductions.h"
 
 #include "ops/cpu_math.h"
-#include "ops/cuda_launch.h"
-#include "ops/reductions_cuda.h"
+#include "ops/op_tools.h"
 
 namespace marrow {
 namespace {
@@ -25,30 +24,23 @@ double square_sum(const float* x, int64_t n) {
 
 }  // namespace
 
-void add_sum_of_squares(const at::Tensor& flat, const at::Tensor& total) {
-  MARROW_CHECK(flat.scalar_type() == at::kFloat && flat.is_contiguous() &&
-                   total.scalar_type() == at::kDouble && total.numel() == 1 &&
-                   total.device() == flat.device(),
-               ExitCode::kUsage, Fix("pass a contiguous fp32 buffer and a [1] fp64 total"),
-               "cannot add squares of {} {} to {} {}", c10::toString(flat.scalar_type()),
-               c10::str(flat.sizes()), c10::toString(total.scalar_type()), c10::str(total.sizes()));
-  const int64_t n = flat.numel();
-  const auto* x = flat.const_data_ptr<float>();
-  auto* sum = total.mutable_data_ptr<double>();
+void add_sum_of_squares(const Tensor& flat, const Tensor& total) {
+  check_tensor("add_sum_of_squares: flat", flat, at::kFloat, flat.sizes());
+  check_tensor("add_sum_of_squares: total", total, at::kDouble, {1}, flat.device());
   if (flat.is_cuda()) {
-    const at::Tensor partial = at::empty({kSumBlocks}, total.options());
-    MARROW_CUDA_CALL(add_sum_of_squares_cuda(x, n, partial.mutable_data_ptr<double>(), sum,
-                                             current_cuda_stream()));
+    const Tensor partial = at::empty({kSumBlocks}, total.options());
+    MARROW_CUDA_CALL(add_sum_of_squares_cuda(flat, partial, total));
     return;
   }
+  const int64_t n = flat.numel();
   constexpr int64_t kPart = 1 << 16;  // parts do not depend on the number of threads
   std::vector<double> parts((n + kPart - 1) / kPart);
   at::parallel_for(0, static_cast<int64_t>(parts.size()), 4, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      parts[i] = square_sum(x + i * kPart, std::min(kPart, n - i * kPart));
+      parts[i] = square_sum(floats(flat) + i * kPart, std::min(kPart, n - i * kPart));
     }
   });
-  for (const double part : parts) *sum += part;
+  for (const double part : parts) *total.data_ptr<double>() += part;
 }
 
 }  // namespace marrow

@@ -1,5 +1,4 @@
 #include "ops/kernel_tools.cuh"
-#include "ops/rms_norm_cuda.h"
 
 namespace marrow {
 namespace {
@@ -8,12 +7,18 @@ namespace {
 // apart.
 constexpr int kItems = 4;
 
+// The first column of a thread's i-th pack.
+template <int kWidth>
+__device__ __forceinline__ int64_t column(int i) {
+  return (static_cast<int64_t>(i) * blockDim.x + threadIdx.x) * kWidth;
+}
+
 template <typename T, int kWidth>
 __device__ float load_row(const T* row, int64_t hidden, float (&values)[kItems][kWidth]) {
   float squares = 0;
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
-    const int64_t c = (static_cast<int64_t>(i) * blockDim.x + threadIdx.x) * kWidth;
+    const int64_t c = column<kWidth>(i);
     if (c < hidden) {
       load_pack<kWidth>(row + c, values[i]);
     } else {
@@ -42,7 +47,7 @@ __global__ void forward_kernel(const T* x, const T* residual, const T* weight, T
     squares = 0;
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      const int64_t c = (static_cast<int64_t>(i) * blockDim.x + threadIdx.x) * kWidth;
+      const int64_t c = column<kWidth>(i);
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
         values[i][j] = static_cast<float>(static_cast<T>(values[i][j] + others[i][j]));
@@ -54,7 +59,7 @@ __global__ void forward_kernel(const T* x, const T* residual, const T* weight, T
   const float scale = 1.0f / sqrtf(block_sum(squares, scratch) / static_cast<float>(hidden) + eps);
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
-    const int64_t c = (static_cast<int64_t>(i) * blockDim.x + threadIdx.x) * kWidth;
+    const int64_t c = column<kWidth>(i);
     if (c >= hidden) continue;
     float factor[kWidth];
     load_pack<kWidth>(weight + c, factor);
@@ -79,7 +84,7 @@ __global__ void backward_kernel(const T* x, const T* d_normed, const T* d_sum, c
     float dot = 0;
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      const int64_t c = (static_cast<int64_t>(i) * blockDim.x + threadIdx.x) * kWidth;
+      const int64_t c = column<kWidth>(i);
       if (c >= hidden) continue;
       float factor[kWidth];
       load_pack<kWidth>(weight + c, factor);
@@ -104,7 +109,7 @@ __global__ void backward_kernel(const T* x, const T* d_normed, const T* d_sum, c
     const float shift = dot * scale * scale / static_cast<float>(hidden);
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      const int64_t c = (static_cast<int64_t>(i) * blockDim.x + threadIdx.x) * kWidth;
+      const int64_t c = column<kWidth>(i);
       if (c >= hidden) continue;
       float factor[kWidth];
       float through[kWidth] = {};
@@ -123,7 +128,7 @@ __global__ void backward_kernel(const T* x, const T* d_normed, const T* d_sum, c
   for (int i = 0; i < kItems; ++i) {
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
-      const int64_t c = (static_cast<int64_t>(i) * blockDim.x + threadIdx.x) * kWidth + j;
+      const int64_t c = column<kWidth>(i) + j;
       if (c < hidden) partial[c] = d_weight[i][j];
     }
   }
@@ -139,54 +144,26 @@ unsigned threads_for(int64_t hidden, int width) {
   return static_cast<unsigned>(threads);
 }
 
-template <typename T, int kWidth>
-void forward(const RmsNormArgs& args, void* sum, void* normed, cudaStream_t stream) {
-  forward_kernel<T, kWidth><<<args.rows, threads_for(args.hidden, kWidth), 0, stream>>>(
-      static_cast<const T*>(args.x), static_cast<const T*>(args.residual),
-      static_cast<const T*>(args.weight), static_cast<T*>(sum), static_cast<T*>(normed),
-      args.hidden, args.eps);
-}
-
-template <typename T, int kWidth>
-void backward(const RmsNormArgs& args, const void* d_normed, const void* d_sum, void* dx,
-              float* partials, int64_t blocks, cudaStream_t stream) {
-  backward_kernel<T, kWidth><<<blocks, threads_for(args.hidden, kWidth), 0, stream>>>(
-      static_cast<const T*>(args.x), static_cast<const T*>(d_normed), static_cast<const T*>(d_sum),
-      static_cast<const T*>(args.weight), static_cast<T*>(dx), partials, args.rows, args.hidden,
-      args.eps);
-}
-
-template <typename... Pointers>
-bool wide(const RmsNormArgs& args, Pointers... pointers) {
-  return args.hidden % (args.bf16 ? 8 : 4) == 0 && aligned_to(args.x, 16) &&
-         aligned_to(args.residual, 16) && aligned_to(args.weight, 16) &&
-         (aligned_to(pointers, 16) && ...);
-}
-
 }  // namespace
 
-void rms_norm_forward_cuda(const RmsNormArgs& args, void* sum, void* normed, void* stream) {
-  const bool packs = wide(args, sum, normed);
-  auto* cuda_stream = static_cast<cudaStream_t>(stream);
-  if (args.bf16) {
-    (packs ? forward<bf16, 8> : forward<bf16, 1>)(args, sum, normed, cuda_stream);
-  } else {
-    (packs ? forward<float, 4> : forward<float, 1>)(args, sum, normed, cuda_stream);
-  }
-  MARROW_CUDA_CHECK(cudaGetLastError());
+void rms_norm_forward_cuda(View x, View residual, View weight, View sum, View normed, float eps) {
+  const bool packs = in_packs(x.width, x, residual, weight, sum, normed);
+  launch_packs(x.bf16, packs, [&]<typename T, int kWidth>() {
+    forward_kernel<T, kWidth><<<x.rows, threads_for(x.width, kWidth), 0, current_stream()>>>(
+        x, residual, weight, sum, normed, x.width, eps);
+  });
 }
 
-void rms_norm_backward_cuda(const RmsNormArgs& args, const void* d_normed, const void* d_sum,
-                            void* dx, float* partials, int64_t blocks, float* weight_grad,
-                            void* stream) {
-  const bool packs = wide(args, d_normed, d_sum, static_cast<const void*>(dx));
-  auto* cuda_stream = static_cast<cudaStream_t>(stream);
-  const auto launch = args.bf16 ? (packs ? backward<bf16, 8> : backward<bf16, 1>)
-                                : (packs ? backward<float, 4> : backward<float, 1>);
-  launch(args, d_normed, d_sum, dx, partials, blocks, cuda_stream);
-  MARROW_CUDA_CHECK(cudaGetLastError());
-  if (weight_grad == nullptr) return;
-  launch_add_column_sums(partials, blocks, args.hidden, args.hidden, weight_grad, cuda_stream);
+void rms_norm_backward_cuda(View x, View d_normed, View d_sum, View weight, View dx, View partials,
+                            View weight_grad, float eps) {
+  const bool packs = in_packs(x.width, x, weight, d_normed, d_sum, dx);
+  launch_packs(x.bf16, packs, [&]<typename T, int kWidth>() {
+    backward_kernel<T, kWidth>
+        <<<partials.rows, threads_for(x.width, kWidth), 0, current_stream()>>>(
+            x, d_normed, d_sum, weight, dx, partials, x.rows, x.width, eps);
+  });
+  if (!weight_grad.defined()) return;
+  launch_add_column_sums(partials, partials.rows, x.width, x.width, weight_grad);
 }
 
 }  // namespace marrow

@@ -1,8 +1,7 @@
 #include <algorithm>
 #include <climits>
 
-#include "ops/cuda_check.cuh"
-#include "ops/router_cuda.h"
+#include "ops/kernel_tools.cuh"
 
 namespace marrow {
 namespace {
@@ -10,12 +9,6 @@ namespace {
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * 32;
 constexpr unsigned kAll = ~0u;
-
-__device__ float warp_sum(float x) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(kAll, x, step);
-  return x;
-}
 
 __device__ float warp_max(float x) {
 #pragma unroll
@@ -69,7 +62,7 @@ __global__ void forward(RouterShape shape, int64_t per_warp, int64_t blocks_per_
       p[i] = i * 32 + lane < expert_count ? expf(logits[i] - top) : 0.0f;
       sum += p[i];
     }
-    sum = warp_sum(sum);
+    sum = lane_sum<32>(sum);
     const float log_sum = top + logf(sum), inverse = 1.0f / sum;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
@@ -119,7 +112,7 @@ __global__ void forward(RouterShape shape, int64_t per_warp, int64_t blocks_per_
     // Normalised weights are the softmax of the chosen logits; no probability need be above 0.
     const float shift = shape.normalize ? warp_max(value) : log_sum;
     float weight = active ? expf(value - shift) : 0.0f;
-    if (shape.normalize) weight /= warp_sum(weight);
+    if (shape.normalize) weight /= lane_sum<32>(weight);
     if (active) {
       experts[token * top_k + lane] = chosen;
       weights[token * top_k + lane] = weight * shape.scale;
@@ -171,7 +164,7 @@ template <int kPerLane>
 __global__ void backward(RouterShape shape, const float* probabilities, const float* lse,
                          const int32_t* experts, const float* weights, const float* d_weights,
                          const float* balance_gradient, float z_loss_gradient, float* d_logits,
-                         __nv_bfloat16* split) {
+                         bf16* split) {
   const int64_t token = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / 32;
   if (token >= shape.tokens) return;
   const int lane = threadIdx.x % 32;
@@ -187,7 +180,7 @@ __global__ void backward(RouterShape shape, const float* probabilities, const fl
   }
   if (shape.normalize && d_weights != nullptr) {
     const float weight = lane < top_k ? weights[token * top_k + lane] : 0.0f;
-    const float mean = warp_sum(weight * d_chosen) / shape.scale;
+    const float mean = lane_sum<32>(weight * d_chosen) / shape.scale;
     d_chosen = weight * (d_chosen - mean);
   } else {
     d_chosen *= shape.scale;
@@ -214,7 +207,7 @@ __global__ void backward(RouterShape shape, const float* probabilities, const fl
   float mean = 0.0f;
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) mean += p[i] * d_p[i];
-  mean = warp_sum(mean);
+  mean = lane_sum<32>(mean);
   const float z = 2.0f * z_loss_gradient * lse[token];
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
@@ -225,7 +218,7 @@ __global__ void backward(RouterShape shape, const float* probabilities, const fl
       d_logits[token * expert_count + e] = d;
       continue;
     }
-    const __nv_bfloat16 high = __float2bfloat16_rn(d);
+    const bf16 high = __float2bfloat16_rn(d);
     split[token * 2 * expert_count + e] = high;
     split[(token * 2 + 1) * expert_count + e] = __float2bfloat16_rn(d - __bfloat162float(high));
   }
@@ -248,36 +241,33 @@ int64_t router_blocks_per_group(const RouterShape& shape) {
   return (shape.tokens / shape.groups + per_block - 1) / per_block;
 }
 
-void router_forward_cuda(const RouterShape& shape, float* probabilities,
-                         const float* selection_bias, float* lse, int32_t* experts, float* weights,
-                         int32_t* counts, float* partial_sums, float* probability_sums,
-                         float* z_sum, void* stream) {
-  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+void router_forward_cuda(const RouterShape& shape, View probabilities, View selection_bias,
+                         View lse, View experts, View weights, View counts, View partial_sums,
+                         View probability_sums, View z_sum) {
   const int64_t blocks = router_blocks_per_group(shape);
   if (blocks > 0) {
     with_per_lane(shape.experts, [&]<int kPerLane>() {
-      forward<kPerLane><<<static_cast<unsigned>(blocks * shape.groups), kThreads, 0, cuda_stream>>>(
-          shape, tokens_per_warp(shape), blocks, probabilities, selection_bias, lse, experts,
-          weights, counts, partial_sums);
+      forward<kPerLane>
+          <<<static_cast<unsigned>(blocks * shape.groups), kThreads, 0, current_stream()>>>(
+              shape, tokens_per_warp(shape), blocks, probabilities, selection_bias, lse, experts,
+              weights, counts, partial_sums);
     });
   }
-  const dim3 grid(static_cast<unsigned>((shape.experts + 31) / 32),
-                  static_cast<unsigned>(shape.groups + 1));
-  finish<<<grid, dim3(32, 32), 0, cuda_stream>>>(partial_sums, blocks, shape.groups, shape.experts,
-                                                 probability_sums, z_sum);
+  const dim3 grid(blocks_for(shape.experts, 32), static_cast<unsigned>(shape.groups + 1));
+  finish<<<grid, dim3(32, 32), 0, current_stream()>>>(partial_sums, blocks, shape.groups,
+                                                      shape.experts, probability_sums, z_sum);
   MARROW_CUDA_CHECK(cudaGetLastError());
 }
 
-void router_backward_cuda(const RouterShape& shape, const float* probabilities, const float* lse,
-                          const int32_t* experts, const float* weights, const float* d_weights,
-                          const float* balance_gradient, float z_loss_gradient, float* d_logits,
-                          void* split, void* stream) {
-  const auto blocks = static_cast<unsigned>((shape.tokens + kWarps - 1) / kWarps);
-  if (blocks == 0) return;
+void router_backward_cuda(const RouterShape& shape, View probabilities, View lse, View experts,
+                          View weights, View d_weights, View balance_gradient,
+                          float z_loss_gradient, View d_logits) {
+  if (shape.tokens == 0) return;
+  const View none;
   with_per_lane(shape.experts, [&]<int kPerLane>() {
-    backward<kPerLane><<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+    backward<kPerLane><<<blocks_for(shape.tokens, kWarps), kThreads, 0, current_stream()>>>(
         shape, probabilities, lse, experts, weights, d_weights, balance_gradient, z_loss_gradient,
-        d_logits, static_cast<__nv_bfloat16*>(split));
+        d_logits.bf16 ? none : d_logits, d_logits.bf16 ? d_logits : none);
   });
   MARROW_CUDA_CHECK(cudaGetLastError());
 }

@@ -2,45 +2,31 @@
 
 #include <cstring>
 
-#include "ops/cuda_launch.h"
-#include "ops/rows_cuda.h"
+#include "ops/op_tools.h"
 
 namespace marrow {
 namespace {
 
-using at::Tensor;
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
-
-Fix map_fix() { return Fix("pass the RowMap that was built for these rows (ops/row_map.h)"); }
-
+// Checks `matrix` [?, H], in a working dtype, and the index that moves its rows.
 void check_map(const Tensor& matrix, const Tensor& index, const char* name) {
-  MARROW_CHECK(matrix.dim() == 2 && matrix.is_contiguous() &&
-                   (matrix.scalar_type() == at::kFloat || matrix.scalar_type() == at::kBFloat16),
-               ExitCode::kUsage, map_fix(),
-               "rows must be a contiguous fp32 or bf16 matrix, not {} {}", c10::str(matrix.sizes()),
-               c10::toString(matrix.scalar_type()));
-  MARROW_CHECK(
-      index.scalar_type() == at::kInt && index.is_contiguous() && index.device() == matrix.device(),
-      ExitCode::kUsage, map_fix(), "{} must be contiguous int32 on {}, not {} on {}", name,
-      matrix.device().str(), c10::toString(index.scalar_type()), index.device().str());
+  check_tensor("rows", matrix, kWorkingDtype, {-1, -1});
+  check_tensor(name, index, at::kInt, index.sizes(), matrix.device());
 }
 
 Tensor gather(const Tensor& x, const Tensor& source_of_row, int64_t rows) {
   check_map(x, source_of_row, "source_of_row");
-  MARROW_CHECK(rows <= source_of_row.size(0), ExitCode::kUsage, map_fix(),
+  MARROW_CHECK(rows <= source_of_row.size(0), ExitCode::kUsage,
+               Fix("pass the RowMap that was built for these rows (ops/row_map.h)"),
                "{} rows of a map with {}", rows, source_of_row.size(0));
-  Tensor out = at::empty({rows, x.size(1)}, x.options());
-  const auto* source = source_of_row.const_data_ptr<int32_t>();
-  const auto size = static_cast<int64_t>(x.element_size());
+  const Tensor out = at::empty({rows, x.size(1)}, x.options());
   if (x.is_cuda()) {
-    MARROW_CUDA_CALL(gather_rows_cuda(x.const_data_ptr(), source, out.mutable_data_ptr(), rows,
-                                      x.size(1), size, current_cuda_stream()));
+    MARROW_CUDA_CALL(gather_rows_cuda(x, source_of_row, out));
     return out;
   }
-  const int64_t bytes = x.size(1) * size;
+  const int32_t* source = ints(source_of_row);
+  const int64_t bytes = x.size(1) * static_cast<int64_t>(x.element_size());
   const auto* from = static_cast<const char*>(x.const_data_ptr());
-  auto* to = static_cast<char*>(out.mutable_data_ptr());
+  auto* to = static_cast<char*>(out.data_ptr());
   at::parallel_for(0, rows, 256, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       if (source[r] < 0) {
@@ -53,24 +39,17 @@ Tensor gather(const Tensor& x, const Tensor& source_of_row, int64_t rows) {
   return out;
 }
 
-template <typename T>
-void sum_cpu(const T* rows, const Tensor& rows_of_source, const T* residual, T* out, int64_t width,
-             int64_t row_count) {
-  const auto* index = rows_of_source.const_data_ptr<int32_t>();
-  const int64_t sources = rows_of_source.size(1);
-  at::parallel_for(0, rows_of_source.size(0), 128, [&](int64_t begin, int64_t end) {
-    std::vector<float> totals(width);
-    for (int64_t t = begin; t < end; ++t) {
-      float* total = totals.data();
-      const T* first = residual == nullptr ? nullptr : residual + t * width;
-      for (int64_t i = 0; i < width; ++i) total[i] = first == nullptr ? 0.0f : float(first[i]);
-      for (int64_t j = 0; j < sources; ++j) {
-        const int64_t row = index[t * sources + j];
-        if (row < 0 || row >= row_count) continue;
-        const T* from = rows + row * width;
-        for (int64_t i = 0; i < width; ++i) total[i] += float(from[i]);
-      }
-      for (int64_t i = 0; i < width; ++i) out[t * width + i] = T(total[i]);
+// totals [T, H] fp32 += Σ_j rows[rows_of_source[t, j]], rows fp32.
+void add_rows_cpu(const Tensor& rows, const Tensor& rows_of_source, const Tensor& totals) {
+  const int32_t* index = ints(rows_of_source);
+  const int64_t sources = rows_of_source.size(1), width = rows.size(1);
+  at::parallel_for(0, totals.size(0), 128, [&](int64_t begin, int64_t end) {
+    for (int64_t pair = begin * sources; pair < end * sources; ++pair) {
+      if (index[pair] < 0 || index[pair] >= rows.size(0)) continue;
+      const float* from = floats(rows) + index[pair] * width;
+      float* total = floats(totals) + pair / sources * width;
+#pragma omp simd
+      for (int64_t i = 0; i < width; ++i) total[i] += from[i];
     }
   });
 }
@@ -78,39 +57,30 @@ void sum_cpu(const T* rows, const Tensor& rows_of_source, const T* residual, T* 
 Tensor sum(const Tensor& rows, const Tensor& rows_of_source, const Tensor& residual) {
   check_map(rows, rows_of_source, "rows_of_source");
   const int64_t tokens = rows_of_source.size(0), width = rows.size(1);
-  MARROW_CHECK(!residual.defined() ||
-                   (residual.sizes() == at::IntArrayRef({tokens, width}) &&
-                    residual.is_contiguous() && residual.scalar_type() == rows.scalar_type()),
-               ExitCode::kUsage, map_fix(), "the residual must be contiguous [{}, {}] {}, not {}",
-               tokens, width, c10::toString(rows.scalar_type()), c10::str(residual.sizes()));
-  Tensor out = at::empty({tokens, width}, rows.options());
-  const void* added = residual.defined() ? residual.const_data_ptr() : nullptr;
-  const bool bf16 = rows.scalar_type() == at::kBFloat16;
-  if (rows.is_cuda()) {
-    MARROW_CUDA_CALL(sum_rows_cuda(rows.const_data_ptr(), rows_of_source.const_data_ptr<int32_t>(),
-                                   added, out.mutable_data_ptr(), tokens, rows_of_source.size(1),
-                                   rows.size(0), width, bf16, current_cuda_stream()));
-  } else if (bf16) {
-    sum_cpu(rows.const_data_ptr<at::BFloat16>(), rows_of_source,
-            static_cast<const at::BFloat16*>(added), out.mutable_data_ptr<at::BFloat16>(), width,
-            rows.size(0));
-  } else {
-    sum_cpu(rows.const_data_ptr<float>(), rows_of_source, static_cast<const float*>(added),
-            out.mutable_data_ptr<float>(), width, rows.size(0));
+  if (residual.defined()) {
+    check_tensor("sum_rows: the residual", residual, rows.scalar_type(), {tokens, width});
   }
-  return out;
+  if (rows.is_cuda()) {
+    const Tensor out = at::empty({tokens, width}, rows.options());
+    MARROW_CUDA_CALL(sum_rows_cuda(rows, rows_of_source, residual, out));
+    return out;
+  }
+  const Tensor totals = residual.defined() ? residual.to(at::kFloat, false, /*copy=*/true)
+                                           : at::zeros({tokens, width});
+  add_rows_cpu(rows.to(at::kFloat), rows_of_source, totals);
+  return totals.to(rows.scalar_type());
 }
 
 Tensor gather_scalars(const Tensor& values, const Tensor& index) {
-  Tensor out = at::empty(index.sizes(), values.options());
-  const auto* from = values.const_data_ptr<float>();
-  const auto* indices = index.const_data_ptr<int32_t>();
-  auto* to = out.mutable_data_ptr<float>();
+  const Tensor out = at::empty(index.sizes(), values.options());
   if (values.is_cuda()) {
-    MARROW_CUDA_CALL(gather_values_cuda(from, indices, to, index.numel(), current_cuda_stream()));
+    MARROW_CUDA_CALL(gather_values_cuda(values, index, out));
     return out;
   }
-  for (int64_t i = 0; i < index.numel(); ++i) to[i] = indices[i] < 0 ? 0.0f : from[indices[i]];
+  const int32_t* from = ints(index);
+  for (int64_t i = 0; i < index.numel(); ++i) {
+    floats(out)[i] = from[i] < 0 ? 0.0f : floats(values)[from[i]];
+  }
   return out;
 }
 
@@ -164,16 +134,12 @@ Tensor gather_rows(const Tensor& x, const RowMap& map, int64_t rows) {
 }
 
 Tensor sum_rows(const Tensor& rows, const RowMap& map, const Tensor& residual) {
-  const auto given = residual.defined() ? std::optional(residual) : std::nullopt;
-  return SumRows::apply(rows, map.source_of_row, map.rows_of_source, given);
+  return SumRows::apply(rows, map.source_of_row, map.rows_of_source, if_defined(residual));
 }
 
 Tensor gather_values(const Tensor& weights, const ExpertPermutation& permutation) {
-  MARROW_CHECK(weights.scalar_type() == at::kFloat && weights.is_contiguous() &&
-                   weights.numel() == permutation.slot_of_row.numel(),
-               ExitCode::kUsage, map_fix(), "{} weights of {} for a permutation of {} pairs",
-               weights.numel(), c10::toString(weights.scalar_type()),
-               permutation.slot_of_row.numel());
+  check_tensor("gather_values: weights", weights, at::kFloat,
+               permutation.map.rows_of_source.sizes());
   return GatherValues::apply(weights, permutation.slot_of_row, permutation.map.rows_of_source);
 }
 

@@ -1,5 +1,4 @@
-#include "ops/cuda_check.cuh"
-#include "ops/rows_cuda.h"
+#include "ops/kernel_tools.cuh"
 
 namespace marrow {
 namespace {
@@ -32,16 +31,6 @@ __global__ void gather(const Vector* x, const int32_t* source, Vector* out, int6
   }
 }
 
-template <typename T, int kSize>
-struct alignas(sizeof(T) * kSize) Pack {
-  T values[kSize];
-};
-
-__device__ float to_float(float x) { return x; }
-__device__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ void store(float* to, float x) { *to = x; }
-__device__ void store(__nv_bfloat16* to, float x) { *to = __float2bfloat16_rn(x); }
-
 // A block's y index is a token; each thread sums one pack of columns over the token's rows.
 template <typename T, int kSize>
 __global__ void sum(const T* rows, const int32_t* rows_of_source, const T* residual, T* out,
@@ -54,9 +43,7 @@ __global__ void sum(const T* rows, const int32_t* rows_of_source, const T* resid
        column += int64_t{blockDim.x} * kSize) {
     float totals[kSize] = {};
     if (residual != nullptr) {
-      const Packed first = *reinterpret_cast<const Packed*>(residual + token * width + column);
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) totals[i] = to_float(first.values[i]);
+      load_pack<kSize>(residual + token * width + column, totals);
     }
     constexpr int kUnroll = 8;
     for (int64_t j0 = 0; j0 < sources; j0 += kUnroll) {
@@ -72,27 +59,11 @@ __global__ void sum(const T* rows, const int32_t* rows_of_source, const T* resid
       for (int u = 0; u < kUnroll; ++u) {
         if (!valid[u]) continue;
 #pragma unroll
-        for (int i = 0; i < kSize; ++i) totals[i] += to_float(loaded[u].values[i]);
+        for (int i = 0; i < kSize; ++i) totals[i] += static_cast<float>(loaded[u].items[i]);
       }
     }
-    Packed result;
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) store(&result.values[i], totals[i]);
-    *reinterpret_cast<Packed*>(out + token * width + column) = result;
+    store_pack<kSize>(out + token * width + column, totals);
   }
-}
-
-template <typename T, int kSize>
-void launch_sum(const void* rows, const int32_t* rows_of_source, const void* residual, void* out,
-                int64_t count, int64_t sources, int64_t row_count, int64_t width,
-                cudaStream_t stream) {
-  unsigned columns = 32;
-  while (columns < kThreads && columns * kSize < width) columns *= 2;
-  const dim3 block(columns, kThreads / columns);
-  const auto blocks = static_cast<unsigned>((count + block.y - 1) / block.y);
-  sum<T, kSize><<<blocks, block, 0, stream>>>(static_cast<const T*>(rows), rows_of_source,
-                                              static_cast<const T*>(residual), static_cast<T*>(out),
-                                              count, sources, row_count, width);
 }
 
 __global__ void gather_scalars(const float* values, const int32_t* index, float* out,
@@ -103,50 +74,41 @@ __global__ void gather_scalars(const float* values, const int32_t* index, float*
   out[i] = from >= 0 ? values[from] : 0.0f;
 }
 
-bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
-
 }  // namespace
 
-void gather_rows_cuda(const void* x, const int32_t* source, void* out, int64_t count, int64_t width,
-                      int64_t element_size, void* stream) {
-  if (count == 0 || width == 0) return;
-  const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  const auto blocks = static_cast<unsigned>((count * 32 + kThreads - 1) / kThreads);
-  const int64_t bytes = width * element_size;
+void gather_rows_cuda(View x, View source, View out) {
+  if (out.elements == 0) return;
+  const int64_t bytes = out.width * (x.bf16 ? 2 : 4);
   const auto launch = [&]<typename Vector>(Vector) {
-    gather<Vector><<<blocks, kThreads, 0, cuda_stream>>>(
-        static_cast<const Vector*>(x), source, static_cast<Vector*>(out), count,
-        bytes / static_cast<int64_t>(sizeof(Vector)));
+    gather<Vector><<<blocks_for(out.rows * 32, kThreads), kThreads, 0, current_stream()>>>(
+        x, source, out, out.rows, bytes / static_cast<int64_t>(sizeof(Vector)));
   };
-  if (bytes % 16 == 0 && aligned(x) && aligned(out)) {
+  if (bytes % 16 == 0 && aligned_to(x.data, 16) && aligned_to(out.data, 16)) {
     launch(uint4{});
-  } else if (element_size == 4) {
-    launch(uint32_t{});
-  } else {
+  } else if (x.bf16) {
     launch(static_cast<unsigned short>(0));
+  } else {
+    launch(uint32_t{});
   }
   MARROW_CUDA_CHECK(cudaGetLastError());
 }
 
-void sum_rows_cuda(const void* rows, const int32_t* rows_of_source, const void* residual, void* out,
-                   int64_t count, int64_t sources, int64_t row_count, int64_t width, bool bf16,
-                   void* stream) {
-  if (count == 0 || width == 0) return;
-  const bool vectors =
-      width % (bf16 ? 8 : 4) == 0 && aligned(rows) && aligned(out) && aligned(residual);
-  const auto launch = bf16 ? (vectors ? launch_sum<__nv_bfloat16, 8> : launch_sum<__nv_bfloat16, 1>)
-                           : (vectors ? launch_sum<float, 4> : launch_sum<float, 1>);
-  launch(rows, rows_of_source, residual, out, count, sources, row_count, width,
-         static_cast<cudaStream_t>(stream));
-  MARROW_CUDA_CHECK(cudaGetLastError());
+void sum_rows_cuda(View rows, View rows_of_source, View residual, View out) {
+  if (out.elements == 0) return;
+  const bool packs = in_packs(out.width, rows, out, residual);
+  launch_packs(rows.bf16, packs, [&]<typename T, int kSize>() {
+    unsigned columns = 32;
+    while (columns < kThreads && columns * kSize < out.width) columns *= 2;
+    const dim3 block(columns, kThreads / columns);
+    sum<T, kSize><<<blocks_for(out.rows, block.y), block, 0, current_stream()>>>(
+        rows, rows_of_source, residual, out, out.rows, rows_of_source.width, rows.rows, out.width);
+  });
 }
 
-void gather_values_cuda(const float* values, const int32_t* index, float* out, int64_t count,
-                        void* stream) {
-  if (count == 0) return;
-  const auto blocks = static_cast<unsigned>((count + kThreads - 1) / kThreads);
-  gather_scalars<<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(values, index, out,
-                                                                             count);
+void gather_values_cuda(View values, View index, View out) {
+  if (index.elements == 0) return;
+  gather_scalars<<<blocks_for(index.elements, kThreads), kThreads, 0, current_stream()>>>(
+      values, index, out, index.elements);
   MARROW_CUDA_CHECK(cudaGetLastError());
 }
 

@@ -1,5 +1,4 @@
 #include "ops/kernel_tools.cuh"
-#include "ops/swiglu_cuda.h"
 
 namespace marrow {
 namespace {
@@ -60,43 +59,25 @@ __global__ void backward_kernel(const T* gate_up, const float* row_weight, const
   if (threadIdx.x == 0) d_row_weight[row] = dot;
 }
 
-template <typename T, int kWidth>
-void forward(const SwigluArgs& args, void* out, cudaStream_t stream) {
-  forward_kernel<T, kWidth><<<(args.rows + kWarps - 1) / kWarps, dim3(32, kWarps), 0, stream>>>(
-      static_cast<const T*>(args.gate_up), args.row_weight, static_cast<T*>(out), args.rows,
-      args.width);
-}
-
-template <typename T, int kWidth>
-void backward(const SwigluArgs& args, const void* d_out, void* d_gate_up, float* d_row_weight,
-              cudaStream_t stream) {
-  backward_kernel<T, kWidth><<<(args.rows + kWarps - 1) / kWarps, dim3(32, kWarps), 0, stream>>>(
-      static_cast<const T*>(args.gate_up), args.row_weight, static_cast<const T*>(d_out),
-      static_cast<T*>(d_gate_up), d_row_weight, args.rows, args.width);
-}
-
-bool wide(const SwigluArgs& args, const void* out, const void* grad) {
-  return args.width % (args.bf16 ? 8 : 4) == 0 && aligned_to(args.gate_up, 16) &&
-         aligned_to(out, 16) && aligned_to(grad, 16);
-}
-
 }  // namespace
 
-void swiglu_forward_cuda(const SwigluArgs& args, void* out, void* stream) {
-  const bool packs = wide(args, out, nullptr);
-  const auto launch = args.bf16 ? (packs ? forward<bf16, 8> : forward<bf16, 1>)
-                                : (packs ? forward<float, 4> : forward<float, 1>);
-  launch(args, out, static_cast<cudaStream_t>(stream));
-  MARROW_CUDA_CHECK(cudaGetLastError());
+void swiglu_forward_cuda(View gate_up, View row_weight, View out) {
+  const bool packs = in_packs(out.width, gate_up, out);
+  launch_packs(out.bf16, packs, [&]<typename T, int kWidth>() {
+    forward_kernel<T, kWidth>
+        <<<blocks_for(out.rows, kWarps), dim3(32, kWarps), 0, current_stream()>>>(
+            gate_up, row_weight, out, out.rows, out.width);
+  });
 }
 
-void swiglu_backward_cuda(const SwigluArgs& args, const void* d_out, void* d_gate_up,
-                          float* d_row_weight, void* stream) {
-  const bool packs = wide(args, d_out, d_gate_up);
-  const auto launch = args.bf16 ? (packs ? backward<bf16, 8> : backward<bf16, 1>)
-                                : (packs ? backward<float, 4> : backward<float, 1>);
-  launch(args, d_out, d_gate_up, d_row_weight, static_cast<cudaStream_t>(stream));
-  MARROW_CUDA_CHECK(cudaGetLastError());
+void swiglu_backward_cuda(View gate_up, View row_weight, View d_out, View d_gate_up,
+                          View d_row_weight) {
+  const bool packs = in_packs(d_out.width, gate_up, d_out, d_gate_up);
+  launch_packs(d_out.bf16, packs, [&]<typename T, int kWidth>() {
+    backward_kernel<T, kWidth>
+        <<<blocks_for(d_out.rows, kWarps), dim3(32, kWarps), 0, current_stream()>>>(
+            gate_up, row_weight, d_out, d_gate_up, d_row_weight, d_out.rows, d_out.width);
+  });
 }
 
 }  // namespace marrow

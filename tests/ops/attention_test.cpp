@@ -211,26 +211,5 @@ TEST(Attention, WrongLayoutsAreRefused) {
   refused({2, 4, {0, 3, 8}, 0}, "no document starts at token 4");
 }
 
-TEST(Attention, DecodeContinuesTheSequence) {
-  for (const at::Device device : test_devices()) {
-    for (const int64_t window : {0, 4}) {
-      const int64_t tokens = 11;
-      const at::Tensor q = random_tensor({2 * tokens, 4, 16}, at::kFloat, device, 1);
-      const at::Tensor k = random_tensor({2 * tokens, 2, 16}, at::kFloat, device, 2);
-      const at::Tensor v = random_tensor({2 * tokens, 2, 24}, at::kFloat, device, 3);
-      const at::Tensor whole = attention(q, k, v, {2, tokens, {}, window}, 0.25);
-      // Sequence 0 is at its last token, sequence 1 at its fifth; the cache is NaN beyond.
-      at::Tensor k_cache = at::full({2, 16, 2, 16}, NAN, at::TensorOptions().device(device));
-      at::Tensor v_cache = at::zeros({2, 16, 2, 24}, at::TensorOptions().device(device));
-      k_cache.narrow(1, 0, tokens).copy_(k.view({2, tokens, 2, 16}));
-      v_cache.narrow(1, 0, tokens).copy_(v.view({2, tokens, 2, 24}));
-      const at::Tensor lengths = at::tensor({11, 5}, at::kInt).to(device);
-      const at::Tensor token = at::stack({q[10], q[tokens + 4]});
-      const at::Tensor out = attention_decode(token, k_cache, v_cache, lengths, 0.25, window);
-      EXPECT_TRUE(tensors_close(out, at::stack({whole[10], whole[tokens + 4]}), 1e-5, 1e-5));
-    }
-  }
-}
-
 }  // namespace
 }  // namespace marrow

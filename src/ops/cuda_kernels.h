@@ -1,0 +1,154 @@
+// The CUDA kernels of the operators, as NAME.cpp calls them and NAME.cu defines them. They run on
+// ATen's current stream. Tensors are contiguous device memory, fp32 or bf16 where no comment says
+// more; a View that may be undefined says "or none". Torch-free, as .cu files are.
+#pragma once
+#include <cstdint>
+
+namespace marrow {
+
+// A tensor without torch: rows of `width` elements each.
+struct View {
+  View() = default;
+  template <typename Tensor>
+  View(const Tensor& tensor) {  // NOLINT: calls pass tensors as they are
+    if (!tensor.defined()) return;
+    data = tensor.data_ptr();
+    elements = tensor.numel();
+    rows = tensor.dim() == 0 ? 1 : tensor.size(0);
+    width = tensor.dim() < 2 || rows == 0 ? 1 : elements / rows;
+    bf16 = tensor.element_size() == 2;
+  }
+  template <typename T>
+  operator T*() const {  // NOLINT: kernels take typed pointers
+    return static_cast<T*>(data);
+  }
+  bool defined() const { return data != nullptr; }
+
+  void* data = nullptr;
+  int64_t elements = 0, rows = 0, width = 0;
+  bool bf16 = false;
+};
+
+// The scalars of an AdamW step, as the kernels use them.
+struct AdamwFactors {
+  float decay;  // 1 - lr · weight_decay
+  float one_minus_beta1, beta2, one_minus_beta2;
+  float step_size;            // lr / (1 - beta1^step)
+  float inverse_correction2;  // 1 / √(1 - beta2^step)
+  float eps;
+  bool zero_grad;
+};
+
+// working: bf16 or none.
+void adamw_update_cuda(View master, View working, View grad, View exp_avg, View exp_avg_sq,
+                       View grad_scale, const AdamwFactors& factors);
+
+// grad[ids[t]] += d_out[t] with fp32 atomics.
+void embedding_backward_cuda(View ids, View d_out, View grad);
+
+// The same in the order given: sorted_ids ascends, and position[i] int64 is sorted_ids[i]'s token.
+void embedding_backward_sorted_cuda(View sorted_ids, View position, View d_out, View grad);
+
+constexpr int64_t kPairsPerBlock = 2048;  // of a counting sort's block
+
+// Sorts the pairs of experts [T, k] by expert, stable; block_rows [⌈pairs / kPairsPerBlock⌉, E] is
+// scratch. Outputs as in ExpertPermutation, all int32.
+void expert_permutation_cuda(View experts, View block_rows, View offsets, View source_of_row,
+                             View rows_of_source, View slot_of_row);
+
+// accumulator fp32 += addend bf16.
+void add_bf16_to_fp32_cuda(View accumulator, View addend);
+
+// Row r of logits [R, V]: losses[r] = -log softmax(row)[targets[r]], 0 where the target is -1 (NaN
+// where it is outside the vocabulary). with_gradient overwrites the row by gradient_scale · d loss
+// / d logits.
+void cross_entropy_cuda(View logits, View targets, View losses, float gradient_scale,
+                        bool with_gradient);
+
+// momentum_buffer = lerp(momentum_buffer, g, 1 - momentum); direction (bf16) = lerp(g,
+// momentum_buffer, momentum), g = *grad_scale · grad. A gated step (scale 0 or not finite) leaves
+// the buffer alone and gives zeros.
+void muon_momentum_cuda(View grad, View momentum_buffer, View direction, View grad_scale,
+                        float momentum, bool zero_grad);
+
+// master = decay · master - step_size · orthogonal (bf16) unless gated; working bf16 or none.
+void muon_apply_cuda(View master, View working, View orthogonal, View grad_scale, float decay,
+                     float step_size);
+
+// Most rows of the `partials` of their backwards: blocks, each with its own sum for the weight's
+// gradient. 8 for each of an H200's 132 multiprocessors.
+constexpr int64_t kNormPartials = 1056;
+
+struct QkNormRopeArgs {
+  View qkv;                  // [T, (Hq + 2·Hkv)·D]
+  View q_norm, k_norm;       // [D]
+  const float* cos;          // [P, D/2]
+  const float* sin;          // [P, D/2]
+  const int32_t* positions;  // [T]
+  int64_t q_heads, kv_heads;
+  int64_t head_size;  // D, even, at most 512
+  float eps;
+};
+
+// q [T, Hq, D] and k [T, Hkv, D].
+void qk_norm_rope_forward_cuda(const QkNormRopeArgs& args, View q, View k);
+
+// d_qkv from dq, dk, dv. q_norm_grad and k_norm_grad [D] fp32, or none, += sums of partials
+// [blocks, 2D] fp32, in a fixed order.
+void qk_norm_rope_backward_cuda(const QkNormRopeArgs& args, View dq, View dk, View dv, View d_qkv,
+                                View partials, View q_norm_grad, View k_norm_grad);
+
+// normed = rms_norm(x), or where there is a residual of sum = x + residual, which is written too.
+void rms_norm_forward_cuda(View x, View residual, View weight, View sum, View normed, float eps);
+
+// dx = gradient through the norm of x + d_sum (or none). weight_grad [H] (or none) += the sum of
+// partials [blocks, H] fp32, in a fixed order.
+void rms_norm_backward_cuda(View x, View d_normed, View d_sum, View weight, View dx, View partials,
+                            View weight_grad, float eps);
+
+constexpr int64_t kSumBlocks = 1056;  // partial sums; fixed, so that the order of adding is too
+
+// *total += Σ flat[i]²; partial [kSumBlocks] fp64 is scratch.
+void add_sum_of_squares_cuda(View flat, View partial, View total);
+
+constexpr int64_t kRouterMaxExperts = 512;
+constexpr int64_t kRouterMaxTopK = 32;
+
+// Sizes of a router call: tokens T in `groups` equal groups.
+struct RouterShape {
+  int64_t tokens, experts, top_k, groups;
+  bool normalize, forced;
+  float scale;
+};
+
+// Blocks of each group, all groups alike: partial_sums below has groups · this rows.
+int64_t router_blocks_per_group(const RouterShape& shape);
+
+// probabilities [T, E] holds logits on entry. selection_bias [E] or none. lse [T], counts [G, E]
+// zeroed, partial_sums [G · blocks, E + 1] scratch; the rest as in RouterOutput.
+void router_forward_cuda(const RouterShape& shape, View probabilities, View selection_bias,
+                         View lse, View experts, View weights, View counts, View partial_sums,
+                         View probability_sums, View z_sum);
+
+// d_weights [T, k] or none; balance_gradient [G, E] or none. d_logits: fp32 [T, E], or bf16
+// [T, 2E]: rounded values in the first E columns, what rounding lost in the rest.
+void router_backward_cuda(const RouterShape& shape, View probabilities, View lse, View experts,
+                          View weights, View d_weights, View balance_gradient,
+                          float z_loss_gradient, View d_logits);
+
+// out[r] = x[source[r]], zero where source is -1; source int32.
+void gather_rows_cuda(View x, View source, View out);
+
+// out[t] = residual[t] (or 0) + Σ_j rows[rows_of_source[t, j]] over the indices of rows that exist;
+// sums in fp32.
+void sum_rows_cuda(View rows, View rows_of_source, View residual, View out);
+
+// out[i] = values[index[i]], 0 where index is -1.
+void gather_values_cuda(View values, View index, View out);
+
+// gate_up [R, 2I], row_weight [R] or none, out [R, I].
+void swiglu_forward_cuda(View gate_up, View row_weight, View out);
+void swiglu_backward_cuda(View gate_up, View row_weight, View d_out, View d_gate_up,
+                          View d_row_weight);  // or none
+
+}  // namespace marrow
