@@ -30,8 +30,8 @@ struct ParameterSpec {
   UpdateRule rule = UpdateRule::kMuon;
   bool decay = true;  // weight decay acts on it
   InitKind init = InitKind::kNormal;
-  float init_value = 0.02f;      // standard deviation, or the constant
-  int64_t matrices_per_part = 1; // logical matrices (Muon's unit) in a part that stacks several
+  float init_value = 0.02f;       // standard deviation, or the constant
+  int64_t matrices_per_part = 1;  // logical matrices (Muon's unit) in a part that stacks several
 };
 
 }  // namespace marrow

@@ -1,4 +1,5 @@
-// The precompiled header of every file that faces libtorch. Add a header only if most files need it.
+// The precompiled header of every file that faces libtorch. Add a header only if most files need
+// it.
 #pragma once
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
