@@ -93,7 +93,7 @@ int report_error(const Error& error, bool json) {
 
 constexpr const char* kUseLessMemory =
     "lower train.micro_batch or data.seq_len, set train.recompute = \"layer\", or end other "
-    "programs; marrow estimate RUN.toml shows what each part takes";
+    "programs; marrow doctor shows what is free";
 
 }  // namespace
 

@@ -1,6 +1,7 @@
 #include "base/files.h"
 
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -181,5 +182,18 @@ void StagedFolder::publish() {
   std::error_code ignored;
   fs::remove_all(path_, ignored);
 }
+
+FileLock::FileLock(const std::string& path)
+    : descriptor_(open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644)) {
+  MARROW_CHECK(descriptor_ >= 0, ExitCode::kDeviceFault,
+               Fix("check that the folder exists and can be written"), "cannot create {}: {}", path,
+               std::strerror(errno));
+  if (flock(descriptor_, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return;
+  ::close(descriptor_);
+  MARROW_THROW(ExitCode::kUsage, Fix("wait for the other run, or give this one another log.dir"),
+               "another run holds {}", path);
+}
+
+FileLock::~FileLock() { ::close(descriptor_); }
 
 }  // namespace marrow

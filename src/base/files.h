@@ -91,4 +91,17 @@ class StagedFolder {
   std::string folder_, path_;
 };
 
+// Holds PATH as this process's own, for as long as it lives (flock). Error (kUsage) where another
+// process holds it.
+class FileLock {
+ public:
+  explicit FileLock(const std::string& path);
+  ~FileLock();
+  FileLock(const FileLock&) = delete;
+  FileLock& operator=(const FileLock&) = delete;
+
+ private:
+  int descriptor_;
+};
+
 }  // namespace marrow

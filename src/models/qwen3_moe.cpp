@@ -50,9 +50,13 @@ double read_rope_theta(const Json& config) {
   const Json rope = config.at("rope_parameters");
   const std::string type = rope.string_or("rope_type", "default");
   if (type != "default") refuse(rope.at("rope_type"), "\"default\"");
-  if (config.has("rope_theta") && !rope.has("rope_theta"))
-    return config.at("rope_theta").as_double();
-  return rope.at("rope_theta").as_double();
+  if (rope.string_or("type", "default") != "default") refuse(rope.at("type"), "\"default\"");
+  if (!config.has("rope_theta")) return rope.at("rope_theta").as_double();
+  const double theta = config.at("rope_theta").as_double();
+  if (rope.has("rope_theta") && rope.at("rope_theta").as_double() != theta) {
+    refuse(config.at("rope_theta"), rope.at("rope_theta").dump() + ", as in rope_parameters");
+  }
+  return theta;
 }
 
 int64_t positive(const Json& config, const char* key) {
@@ -70,6 +74,9 @@ Qwen3MoeConfig read_config(const Json& config) {
   c.shape.max_position = positive(config, "max_position_embeddings");
   c.shape.experts =
       positive(config, config.has("num_experts") ? "num_experts" : "num_local_experts");
+  if (config.int_or("num_local_experts", c.shape.experts) != c.shape.experts) {
+    refuse(config.at("num_local_experts"), fmt::format("{}, as num_experts", c.shape.experts));
+  }
   c.shape.top_k = positive(config, "num_experts_per_tok");
   c.shape.rms_norm_eps = config.at("rms_norm_eps").as_double();
   c.shape.initializer_range = config.double_or("initializer_range", 0.02);

@@ -5,6 +5,21 @@
 
 namespace marrow {
 
+namespace {
+
+// Runs one layer's work; an error from it says which layer.
+template <typename Work>
+at::Tensor in_layer(size_t layer, const char* direction, Work work) {
+  try {
+    return work();
+  } catch (Error& error) {
+    error.add_who(fmt::format("layer {} {}", layer, direction));
+    throw;
+  }
+}
+
+}  // namespace
+
 Executor::Executor(const MoeModel& model, const ParameterTable& parameters, BalanceTracker* tracker,
                    at::Device device, const Options& options)
     : model_(&model), parameters_(&parameters), tracker_(tracker), options_(options) {
@@ -31,7 +46,7 @@ void Executor::train(MicroBatch batch, double gradient_scale, const at::Tensor& 
   passes.reserve(layers_.size());
   for (size_t i = 0; i < layers_.size(); ++i) {
     passes.emplace_back(*layers_[i], static_cast<int64_t>(i), tracker_, options_.recompute_layers);
-    hidden = passes.back().forward(hidden, batch.context);
+    hidden = in_layer(i, "forward", [&] { return passes[i].forward(hidden, batch.context); });
   }
 
   StageGraph norm;
@@ -45,7 +60,8 @@ void Executor::train(MicroBatch batch, double gradient_scale, const at::Tensor& 
 
   at::Tensor gradient = norm.backward({std::move(head_loss.d_x)})[0];
   while (!passes.empty()) {
-    gradient = passes.back().backward(gradient);
+    gradient =
+        in_layer(passes.size() - 1, "backward", [&] { return passes.back().backward(gradient); });
     passes.pop_back();
     weight_grads_.run_all();
   }

@@ -17,6 +17,10 @@ void check_optimizer(const PretrainConfig& config) {
                                o.warmup_steps + o.decay_steps)),
                "optimizer.warmup_steps {} + optimizer.decay_steps {} exceed train.steps {}",
                o.warmup_steps, o.decay_steps, steps);
+  MARROW_CHECK(o.name != OptimizerName::kMuon || o.state_dtype == TrainDtype::kFp32,
+               ExitCode::kUsage,
+               Fix("set optimizer.state_dtype = \"fp32\", or optimizer.name = \"adamw\""),
+               "optimizer.state_dtype \"bf16\" does not go with optimizer.name \"muon\"");
   MARROW_CHECK(o.min_lr <= o.lr, ExitCode::kUsage, Fix("set optimizer.min_lr below optimizer.lr"),
                "optimizer.min_lr {} is above optimizer.lr {}", o.min_lr, o.lr);
   MARROW_CHECK(o.schedule != LearningRateSchedule::kConstant || o.decay_steps == 0,

@@ -11,7 +11,7 @@ Optimizer::Optimizer(ParameterStore& store, const PretrainConfig::Optimizer& con
   norm_ = at::zeros({1}, at::TensorOptions().device(store.options().device).dtype(at::kDouble));
 }
 
-void Optimizer::step(double learning_rate, int64_t step) {
+void Optimizer::step(double learning_rate, int64_t step, const at::Tensor& loss) {
   norm_ = at::zeros_like(norm_);
   for (const FlatGroup& group : store_->groups()) add_sum_of_squares(group.grad, norm_);
   norm_.sqrt_();
@@ -20,7 +20,7 @@ void Optimizer::step(double learning_rate, int64_t step) {
   grad_scale_ = config_.clip_norm > 0
                     ? (norm_ + 1e-6).reciprocal_().mul_(config_.clip_norm).clamp_max_(1.0)
                     : (norm_ * 0.0).add_(1.0);
-  grad_scale_ = grad_scale_.to(at::kFloat);
+  grad_scale_ = grad_scale_.add_(loss * 0.0).to(at::kFloat);
 
   for (FlatGroup& group : store_->groups()) {
     for (int64_t i = 0; i < group.muon_specs; ++i) update_muon(group, i, learning_rate);

@@ -11,8 +11,9 @@ class Optimizer {
   Optimizer(ParameterStore& store, const PretrainConfig::Optimizer& config);
 
   // Norm of all gradients, clipping, one AdamW or Muon update, gradients back to zero. Where the
-  // norm is not finite, parameters and states stay as they are. `step` counts from 1.
-  void step(double learning_rate, int64_t step);
+  // norm or the loss ([1] fp64, on the device) is not finite, parameters and states stay as they
+  // are. `step` counts from 1.
+  void step(double learning_rate, int64_t step, const at::Tensor& loss);
 
   // Norm before clipping of the last step's gradients, [1] fp64 on the device.
   at::Tensor grad_norm() const { return norm_; }

@@ -22,9 +22,10 @@ void check_model_fits(const PretrainConfig& config, const ModelShape& shape) {
                Fix("lower data.seq_len, or raise max_position_embeddings in the model's config"),
                "data.seq_len = {} exceeds the model's max_position_embeddings = {}",
                config.data.seq_len, shape.max_position);
-  MARROW_CHECK(shape.experts % config.mesh.ep == 0, ExitCode::kUsage,
+  const int64_t ep = std::max<int64_t>(config.mesh.ep, 1);  // 0 is "auto"
+  MARROW_CHECK(shape.experts % ep == 0, ExitCode::kUsage,
                Fix(fmt::format("set mesh.ep to a divisor of {}", shape.experts)),
-               "{} experts do not divide by mesh.ep = {}", shape.experts, config.mesh.ep);
+               "{} experts do not divide by mesh.ep = {}", shape.experts, ep);
   MARROW_CHECK(config.train.recompute != Recompute::kCheap, ExitCode::kUsage,
                Fix("set train.recompute to \"none\" or \"layer\""),
                "train.recompute = \"cheap\" is not implemented");
@@ -54,6 +55,13 @@ void check_memory(const ParameterStore::Options& options, const MoeModel& model)
           "optimizer.state_dtype = \"bf16\", or divide it over more processes with [mesh]"),
       "{:.1f} GB for {} parameters ({}) exceed the {:.1f} GB that are free on {}", 1e-9 * bytes,
       elements, memory_breakdown(options, elements), 1e-9 * available, options.device.str());
+}
+
+void check_same_tokenizer(const std::string& what, const std::string& hash,
+                          const std::string& other, const std::string& other_hash) {
+  MARROW_CHECK(hash.empty() || other_hash.empty() || hash == other_hash, ExitCode::kBadInput,
+               Fix("tokenize all text of a model with one tokenizer"),
+               "{} goes with tokenizer {}, {} with {}", what, hash, other, other_hash);
 }
 
 const char* optimizer_name(OptimizerName name) {
@@ -128,16 +136,48 @@ void PretrainLoop::open_data() {
   }
   loader_.emplace(options);
   for (const std::string& warning : loader_->warnings()) logger_.warn(warning);
+  describe_data();
   options.shuffle = false;
   for (const std::string& prefix : config_.data.validation) {
     options.sources = {{prefix, 1.0}};
     validation_.emplace_back(options);
     for (const std::string& warning : validation_.back().warnings()) logger_.warn(warning);
+    check_same_tokenizer(prefix, validation_.back().tokenizer_hash(), "data.train",
+                         loader_->tokenizer_hash());
   }
+}
+
+// What a checkpoint says of the data, read once: the files may be gone when it is saved.
+void PretrainLoop::describe_data() {
+  data_state_.seed = config_.train.seed;
+  data_state_.seq_len = config_.data.seq_len;
+  data_state_.mask_documents = config_.data.mask_documents;
+  data_state_.corpus = loader_->fingerprint();
+  data_state_.tokenizer_hash = loader_->tokenizer_hash();
+  const std::string& prefix = config_.data.train[0].path;
+  const std::optional<CorpusInfo> info = IndexedCorpus(prefix).info();
+  if (!info) return;
+  data_state_.end_of_document = info->end_of_document.value_or(-1);
+  if (info->tokenizer == "bytes") {
+    data_state_.tokenizer = "bytes";
+    tokenizer_files_ = bytes_tokenizer_files();
+    return;
+  }
+  data_state_.tokenizer = "tokenizer.json";
+  if (!std::filesystem::exists(info->tokenizer)) {
+    logger_.warn(fmt::format("the tokenizer of {} is no longer at {}: checkpoints will lack it",
+                             prefix, info->tokenizer));
+    return;
+  }
+  check_same_tokenizer(info->tokenizer, open_tokenizer(info->tokenizer)->hash(), prefix,
+                       info->tokenizer_hash);
+  const std::string folder = std::filesystem::path(info->tokenizer).parent_path().string();
+  tokenizer_files_ = read_tokenizer_files(folder.empty() ? "." : folder);
 }
 
 void PretrainLoop::open_run_folder() {
   std::filesystem::create_directories(config_.log.dir);
+  lock_.emplace(config_.log.dir + "/lock");
   logger_.open_file(config_.log.dir + "/log-rank-0000.txt");
   write_text_file_atomically(config_.log.dir + "/run.toml", to_toml(config_));
 }
@@ -148,6 +188,12 @@ void PretrainLoop::load_initial_state() {
       resume_from(*checkpoint);
       return;
     }
+  } else {
+    MARROW_CHECK(
+        step_folders(config_.checkpoint.dir).empty(), ExitCode::kUsage,
+        Fix("set log.dir and checkpoint.dir to new folders, or remove the old checkpoints"),
+        "checkpoint.resume is false, but {} holds checkpoints of an earlier run",
+        config_.checkpoint.dir);
   }
   if (config_.model.init_from.empty()) {
     store_->initialize(config_.train.seed);
@@ -176,10 +222,15 @@ void PretrainLoop::resume_from(const Checkpoint& checkpoint) {
 
 void PretrainLoop::initialize_from(const std::string& path) {
   const std::vector<OwnedRange> ranges = store_->owned_ranges();
+  const Json config = Json::parse(model_config_text_, config_.model.config, ExitCode::kUsage);
   if (is_checkpoint_path(path)) {
-    open_checkpoint(path, logger_)
-        .load_weights(all_hub_tensors(*model_), model_->shape().tied_embeddings, ranges);
+    const Checkpoint checkpoint = open_checkpoint(path, logger_);
+    check_same_model(checkpoint.config(), config);
+    check_same_tokenizer(path, checkpoint.state().tokenizer_hash, "data.train",
+                         loader_->tokenizer_hash());
+    checkpoint.load_weights(all_hub_tensors(*model_), model_->shape().tied_embeddings, ranges);
   } else {
+    check_same_model(Json::read_file(path + "/config.json"), config);
     WeightRules rules;
     rules.tied_embeddings = model_->shape().tied_embeddings;
     const ModelWeights weights(path, all_hub_tensors(*model_), rules);
@@ -190,36 +241,13 @@ void PretrainLoop::initialize_from(const std::string& path) {
 }
 
 TrainerState PretrainLoop::trainer_state() const {
-  TrainerState state;
+  TrainerState state = data_state_;
   state.step = step_;
   state.consumed_sequences = consumed_sequences_;
   state.skipped_steps = skipped_steps_;
-  state.seed = config_.train.seed;
-  state.seq_len = config_.data.seq_len;
-  state.mask_documents = config_.data.mask_documents;
-  state.corpus = loader_->fingerprint();
-  state.tokenizer_hash = loader_->tokenizer_hash();
-  const std::optional<CorpusInfo> info = IndexedCorpus(config_.data.train[0].path).info();
-  if (info) {
-    state.tokenizer = info->tokenizer == "bytes" ? "bytes" : "tokenizer.json";
-    state.end_of_document = info->end_of_document.value_or(-1);
-  }
   state.optimizer = optimizer_name(config_.optimizer.name);
   state.state_dtype = config_.optimizer.state_dtype == TrainDtype::kBf16 ? "bf16" : "fp32";
   return state;
-}
-
-std::vector<SideFile> PretrainLoop::tokenizer_files() const {
-  const std::optional<CorpusInfo> info = IndexedCorpus(config_.data.train[0].path).info();
-  if (!info) return {};
-  if (info->tokenizer == "bytes") return bytes_tokenizer_files();
-  const std::string folder = std::filesystem::path(info->tokenizer).parent_path().string();
-  std::vector<SideFile> files = read_tokenizer_files(folder.empty() ? "." : folder);
-  if (files.empty()) {
-    logger_.warn(fmt::format("the tokenizer of {} is no longer at {}: checkpoints will lack it",
-                             config_.data.train[0].path, info->tokenizer));
-  }
-  return files;
 }
 
 template <typename Body>
@@ -248,20 +276,24 @@ int64_t PretrainLoop::run(StopSignal& stop) {
   last_report_ = std::chrono::steady_clock::now();
   std::optional<PendingStep> pending;
   const auto settle = [&] {
-    if (pending) report(std::move(*pending));
+    if (pending) with_step(pending->step, [&] { report(std::move(*pending)); });
     pending.reset();
   };
   while (step_ < config_.train.steps && !stop.requested()) {
     const int64_t step = step_ + 1;
+    std::optional<PendingStep> launched;
     with_step(step, [&] {
       std::optional<StepTrace> trace;
-      if (std::ranges::count(config_.log.trace, step) > 0)
+      if (std::ranges::count(config_.log.trace, step) > 0) {
         trace.emplace(device_, config_.log.memory_trace);
-      PendingStep launched = launch_step(step);
-      if (trace) save_trace(*trace, step, launched);
-      // The previous step's numbers are read while the device works on this one.
-      settle();
-      pending.emplace(std::move(launched));
+      }
+      launched.emplace(launch_step(step));
+      if (trace) save_trace(*trace, step, *launched);
+    });
+    // The previous step's numbers are read while the device works on this one.
+    settle();
+    pending = std::move(launched);
+    with_step(step, [&] {
       const bool last = step == config_.train.steps;
       const auto due = [&](int64_t every) { return every > 0 && step % every == 0; };
       if (device_.is_cpu() || last || due(config_.data.validate_every) ||
@@ -311,7 +343,7 @@ PretrainLoop::PendingStep PretrainLoop::launch_step(int64_t step) {
   }
   tracker_->end_step();
   const double rate = learning_rate(config_.optimizer, step, config_.train.steps);
-  optimizer_->step(rate, step);
+  optimizer_->step(rate, step, loss_sum);
   step_ = step;
   consumed_sequences_ += sequences;
   const at::Tensor numbers =
@@ -384,7 +416,7 @@ void PretrainLoop::save(int64_t step) {
   content.ranges = store_->owned_ranges();
   content.router_state = {{"previous_counts", tracker_->previous_counts().cpu()},
                           {"bias", tracker_->bias().cpu()}};
-  content.side_files = tokenizer_files();
+  content.side_files = tokenizer_files_;
   content.side_files.push_back({"config.json", model_config_text_});
   content.side_files.push_back({"run.toml", to_toml(config_)});
   checkpoints_->save(content);

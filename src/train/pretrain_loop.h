@@ -35,10 +35,10 @@ class PretrainLoop {
 
   void open_run_folder();
   void open_data();
+  void describe_data();
   void load_initial_state();
   void resume_from(const Checkpoint& checkpoint);
   void initialize_from(const std::string& path);
-  std::vector<SideFile> tokenizer_files() const;
   TrainerState trainer_state() const;
 
   PendingStep launch_step(int64_t step);
@@ -55,7 +55,10 @@ class PretrainLoop {
   std::string model_config_text_;
   std::unique_ptr<MoeModel> model_;
   at::Device device_;
+  std::optional<FileLock> lock_;
   std::optional<BatchLoader> loader_;
+  TrainerState data_state_;  // its fields that describe the data
+  std::vector<SideFile> tokenizer_files_;
   std::vector<BatchLoader> validation_;
   std::optional<ParameterStore> store_;
   std::optional<BalanceTracker> tracker_;

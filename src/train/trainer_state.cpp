@@ -25,23 +25,6 @@ std::string field_text(const Json& config, const std::string& key) {
   return value.is_number() ? json_number(value.as_double()) : value.dump();
 }
 
-void check_same_model(const Json& saved, const Json& current) {
-  // Fields that say how the file was written, not what the model computes.
-  const std::set<std::string, std::less<>> ignored{
-      "transformers_version", "torch_dtype",  "dtype",        "use_cache",    "architectures",
-      "output_router_logits", "eos_token_id", "bos_token_id", "pad_token_id", "_name_or_path"};
-  std::set<std::string> keys{"rope_theta", "num_experts"};
-  for (const Json& config : {saved, current}) {
-    for (const auto& [key, value] : config.items()) keys.insert(key);
-  }
-  for (const std::string& key : keys) {
-    // Of the fields that only one style has, num_experts and rope_theta above say the same.
-    const bool one_style = key == "num_local_experts" || key == "rope_parameters";
-    if (ignored.contains(key) || (one_style && !(saved.has(key) && current.has(key)))) continue;
-    check_equal(key + " of model.config", field_text(saved, key), field_text(current, key));
-  }
-}
-
 // Calls visit(key, member) for every field of trainer_state.json.
 template <typename State, typename Visit>
 void each_field(State& state, Visit visit) {
@@ -64,6 +47,23 @@ void read_value(const Json& json, bool& value) { value = json.as_bool(); }
 void read_value(const Json& json, std::string& value) { value = json.as_string(); }
 
 }  // namespace
+
+void check_same_model(const Json& saved, const Json& current) {
+  // Fields that say how the file was written, not what the model computes.
+  const std::set<std::string, std::less<>> ignored{
+      "transformers_version", "torch_dtype",  "dtype",        "use_cache",    "architectures",
+      "output_router_logits", "eos_token_id", "bos_token_id", "pad_token_id", "_name_or_path"};
+  std::set<std::string> keys{"rope_theta", "num_experts"};
+  for (const Json& config : {saved, current}) {
+    for (const auto& [key, value] : config.items()) keys.insert(key);
+  }
+  for (const std::string& key : keys) {
+    // Of the fields that only one style has, num_experts and rope_theta above say the same.
+    const bool one_style = key == "num_local_experts" || key == "rope_parameters";
+    if (ignored.contains(key) || (one_style && !(saved.has(key) && current.has(key)))) continue;
+    check_equal(key + " of model.config", field_text(saved, key), field_text(current, key));
+  }
+}
 
 std::string to_json(const TrainerState& state) {
   JsonWriter json;

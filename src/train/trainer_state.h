@@ -26,6 +26,10 @@ struct TrainerState {
 std::string to_json(const TrainerState& state);
 TrainerState parse_trainer_state(const Json& json);
 
+// Errors (kUsage), naming the field and both values, unless two config.json are of one model: they
+// may differ in fields that change nothing of what it computes.
+void check_same_model(const Json& saved, const Json& current);
+
 // Errors (kUsage), naming the config key and both values, unless a run of `current` and
 // `current_config` (config.json) goes on where `saved` stopped. Steps, mesh, log, checkpoint,
 // global batch and learning rate may differ.

@@ -160,6 +160,44 @@ def changed_runs():
             "rms_norm_eps")
 
 
+def new_runs_keep_apart():
+    """init_from another model or tokenizer, a fresh run over old checkpoints, two runs in one folder."""
+    base = toml("first", train__steps=4, optimizer__warmup_steps=0)
+    check(marrow("pretrain", base).returncode == 0, "run")
+    refused(marrow("pretrain", base, "--set", "checkpoint.resume=false"), 2, "checkpoint.resume")
+    tiny = json.loads(TINY.read_text())
+    (WORK / "theta.json").write_text(json.dumps(tiny | {"rope_theta": 5.0}))
+    new = {"model__init_from": str(WORK / "first"), "train__steps": 4, "optimizer__warmup_steps": 0}
+    refused(marrow("pretrain", toml("second", config=WORK / "theta.json", **new)), 2, "rope_theta", "5")
+    done = marrow("pretrain", toml("second", **new))
+    check(done.returncode == 0 and "initial weights from" in done.stderr, done.stderr)
+    check(metrics("second")[0]["loss"] < metrics("first")[0]["loss"], "it starts from the trained weights")
+    (WORK / "both.json").write_text(json.dumps(tiny | {"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}}))
+    refused(marrow("pretrain", toml("bad", config=WORK / "both.json")), 2, "rope_theta")
+    refused(marrow("pretrain", toml("bad", optimizer__name="muon", optimizer__state_dtype="bf16")), 2, "state_dtype")
+    done = marrow("pretrain", toml("auto", mesh__ep="auto", mesh__dp=1, train__steps=1, optimizer__warmup_steps=0))
+    check(done.returncode == 0, f"ep = auto: {done.stderr}")
+    run = subprocess.Popen([MARROW, "pretrain", toml("twice", train__steps=100000)], stderr=subprocess.DEVNULL,
+                           stdout=subprocess.DEVNULL)
+    while not (WORK / "twice/metrics.jsonl").exists():
+        time.sleep(0.05)
+    refused(marrow("pretrain", WORK / "twice.toml"), 2, "another run holds")
+    run.kill()
+    run.wait()
+
+
+def small_updates_survive():
+    """Norm weights of 1.0 move by less than bf16 can tell from 1.0: the masters are fp32."""
+    from safetensors.numpy import load_file
+    done = marrow("pretrain", toml("small", train__dtype="bf16", train__steps=3, optimizer__warmup_steps=0,
+                                   optimizer__lr=1e-4))
+    check(done.returncode == 0, done.stderr)
+    for file in (WORK / "small/checkpoints/step-00000003").glob("model-*.safetensors"):
+        for name, values in load_file(file).items():
+            if "norm" in name:
+                check(0 < np.abs(values - 1).max() < 2**-10, f"{name} moved by {np.abs(values - 1).max()}")
+
+
 def bad_models():
     tiny = json.loads(TINY.read_text())
     for change, word in ((dict(model_type="mamba"), "mamba"), (dict(hidden_size=None), "hidden_size"),
@@ -183,8 +221,8 @@ def bad_models():
     refused(marrow("pretrain", toml("bad", data__train=[str(WORK / "cut")])), 3, "cut.bin")
 
 
-def documents_are_apart():
-    """With masks, a document's loss does not depend on its neighbours in the window."""
+def masks_drop_targets():
+    """With masks, the last token of a document is not trained on the next document's first."""
     done = marrow("pretrain", toml("masked", data__mask_documents=True, train__steps=5, optimizer__warmup_steps=0))
     check(done.returncode == 0, done.stderr)
     results = [json.loads(marrow("eval", WORK / "masked", "--data", WORK / "corpus", "--seq-len", "64", "--json", *extra).stdout)
@@ -195,7 +233,7 @@ def documents_are_apart():
 def main():
     make_corpus()
     for case in (resume_is_exact, layouts_agree, signals_save, damage_is_passed_over, full_disk, divergence, changed_runs,
-                 bad_models, documents_are_apart):
+                 new_runs_keep_apart, small_updates_survive, bad_models, masks_drop_targets):
         start = time.time()
         case()
         print(f"{case.__name__}: {time.time() - start:.1f} s", flush=True)

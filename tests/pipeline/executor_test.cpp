@@ -1,4 +1,5 @@
 // The whole model in one process: gradients against finite differences and other layouts.
+#include <malloc.h>
 #include "toy_model.h"
 
 namespace marrow::test {
@@ -139,6 +140,9 @@ TEST(Executor, SkewedRoutingTrainsOn) {
 
 // Expert blocks of NaN are freed before the step: nothing may read memory that it did not write.
 TEST(Executor, NoResultDependsOnUninitialisedMemory) {
+  // Large blocks too must come back from the allocator with their old bytes in them.
+  mallopt(M_MMAP_THRESHOLD, 1 << 30);
+  mallopt(M_TRIM_THRESHOLD, 1 << 30);
   const auto tokens = random_tokens(2, 32, 11);
   ToyOptions options;
   options.top_k = 1;
@@ -153,6 +157,7 @@ TEST(Executor, NoResultDependsOnUninitialisedMemory) {
     std::vector<at::Tensor> blocks;
     for (int i = 0; i < 8; ++i) blocks.push_back(at::full({n}, std::nan("")));
   }
+  ASSERT_TRUE(at::isnan(at::empty({8 * 96 * 64})).any().item<bool>());
   poisoned.accumulate(tokens, shifted(tokens), 1);
   EXPECT_TRUE(at::equal(poisoned.all_gradients(), clean.all_gradients()));
   const at::Tensor unused = poisoned.parameter("layers.0.experts.down").grad.narrow(0, 1, 7);
