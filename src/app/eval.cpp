@@ -12,7 +12,7 @@ constexpr int64_t kDefaultSeqLen = 1024;
 int run_eval(const CommandLine& args) {
   Logger logger;
   logger.set_quiet(args.json());
-  set_cpu_threads(args.integer("threads", 0), 1);
+  set_cpu_threads(args.integer("threads", 0, 1024), 1);
   InferenceModel model(args.positional(), gpu_available() && !args.flag("cpu"), logger);
   const int64_t longest = model.model().shape().max_position;
   const int64_t trained = model.trained_seq_len() > 0 ? model.trained_seq_len() : kDefaultSeqLen;

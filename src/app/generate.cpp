@@ -10,7 +10,7 @@ namespace {
 int run_generate(const CommandLine& args) {
   Logger logger;
   logger.set_quiet(args.json());
-  set_cpu_threads(args.integer("threads", 0), 1);
+  set_cpu_threads(args.integer("threads", 0, 1024), 1);
   InferenceModel model(args.positional(), gpu_available() && !args.flag("cpu"), logger);
   const std::unique_ptr<Tokenizer> tokenizer = model.open_own_tokenizer();
   std::vector<int32_t> prompt;

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <csignal>
 #include <cstdio>
+#include <filesystem>
 #include <new>
 
 #include "app/subcommands.h"
@@ -115,6 +116,8 @@ int main(int argc, char** argv) {
     return fault(std::string("libtorch: ") + error.what_without_backtrace(),
                  "run marrow doctor; for a CUDA fault run again with CUDA_LAUNCH_BLOCKING=1 to "
                  "see the failing call");
+  } catch (const std::filesystem::filesystem_error& error) {
+    return fault(error.what(), "check that the path exists, is a folder, and may be written");
   } catch (const std::bad_alloc&) {
     return fault("the machine's memory is exhausted", kUseLessMemory);
   } catch (const std::exception& error) {

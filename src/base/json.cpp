@@ -21,6 +21,8 @@ struct MemberList : nlohmann::ordered_map<Key, Value, Less, Allocator> {
 };
 using Node = nlohmann::basic_json<MemberList>;
 
+constexpr int kDeepest = 200;  // levels of nesting; no file of the Hub comes near
+
 const Node& as_node(const void* node) { return *static_cast<const Node*>(node); }
 
 }  // namespace
@@ -37,7 +39,10 @@ Json Json::parse(std::string_view text, const std::string& origin, ExitCode code
   // Two readers of a file with a repeated key would disagree about its meaning.
   std::vector<std::set<std::string>> open;  // keys seen so far in each open object
   std::string repeated;
-  const auto note_key = [&](int, Event event, Node& value) {
+  bool too_deep = false;
+  const auto note_key = [&](int depth, Event event, Node& value) {
+    if (depth > kDeepest) too_deep = true;
+    if (too_deep) return false;  // drops what lies deeper: printing and destroying recurse
     if (event == Event::object_start) open.emplace_back();
     if (event == Event::object_end) open.pop_back();
     if (event == Event::key && !open.back().insert(value.get<std::string>()).second) {
@@ -51,6 +56,8 @@ Json Json::parse(std::string_view text, const std::string& origin, ExitCode code
     MARROW_THROW(code, Fix("repair or regenerate this JSON file"), "{}: not valid JSON: {}", origin,
                  error.what());
   }
+  MARROW_CHECK(!too_deep, code, Fix("repair or regenerate this JSON file"),
+               "{}: nested more than {} levels deep", origin, kDeepest);
   MARROW_CHECK(repeated.empty(), code, Fix("remove one of the two entries"),
                "{}: key {} appears twice in one object", origin, json_quote(repeated));
   const void* root = &document->root;

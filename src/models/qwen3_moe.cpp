@@ -61,7 +61,11 @@ double read_rope_theta(const Json& config) {
 
 int64_t positive(const Json& config, const char* key) {
   const int64_t value = config.at(key).as_int();
-  if (value <= 0) config.at(key).fail(fmt::format("{} is not positive", value), Fix("set a size"));
+  constexpr int64_t kLargest = int64_t{1} << 24;
+  if (value <= 0 || value > kLargest) {
+    config.at(key).fail(fmt::format("{} is not between 1 and {}", value, kLargest),
+                        Fix("set a size of a real model"));
+  }
   return value;
 }
 
@@ -69,6 +73,7 @@ Qwen3MoeConfig read_config(const Json& config) {
   refuse_unsupported(config);
   Qwen3MoeConfig c;
   c.shape.layers = positive(config, "num_hidden_layers");
+  if (c.shape.layers > 1000) refuse(config.at("num_hidden_layers"), "at most 1000");
   c.shape.hidden = positive(config, "hidden_size");
   c.shape.vocab = positive(config, "vocab_size");
   c.shape.max_position = positive(config, "max_position_embeddings");
@@ -87,6 +92,17 @@ Qwen3MoeConfig read_config(const Json& config) {
   c.head_size = config.int_or("head_dim", c.shape.hidden / c.heads);
   c.intermediate = positive(config, "moe_intermediate_size");
   c.rope_theta = read_rope_theta(config);
+  const auto within = [&](const char* key, double value, double low, double high) {
+    if (value > low && value < high) return;
+    config.fail(fmt::format("{} = {} is not between {} and {}", key, value, low, high),
+                Fix(fmt::format("set {} as the published models do", key)));
+  };
+  within("rms_norm_eps", c.shape.rms_norm_eps, 0, 0.1);
+  within("rope_theta", c.rope_theta, 1, 1e12);
+  within("initializer_range", c.shape.initializer_range, 0, 10);
+  within("router_aux_loss_coef", c.shape.router_aux_loss_coef, -1e-9, 1e3);
+  within("head_dim", static_cast<double>(c.head_size), 1, 1025);
+  within("the number of experts", static_cast<double>(c.shape.experts), 0, 1e5);
   c.norm_topk_prob = config.at("norm_topk_prob").as_bool();
   if (c.heads % c.kv_heads != 0) {
     config.at("num_key_value_heads")

@@ -207,8 +207,8 @@ std::optional<Checkpoint> newest_checkpoint(const std::string& dir, Logger& log)
 }
 
 bool is_checkpoint_path(const std::string& path) {
-  return fs::exists(path + "/" + kTrainerState) || !step_folders(path).empty() ||
-         !step_folders(path + "/checkpoints").empty();
+  return fs::exists(path + "/" + kTrainerState) || fs::exists(path + "/" + kCompleteMarker) ||
+         !step_folders(path).empty() || !step_folders(path + "/checkpoints").empty();
 }
 
 Checkpoint open_checkpoint(const std::string& path, Logger& log) {

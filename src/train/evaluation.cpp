@@ -19,6 +19,9 @@ EvaluationResult evaluate_corpus(Executor& executor, const BatchLoader& loader, 
                Fix("give a longer corpus, or lower the sequence length"),
                "no target token in {} sequences", sizes.sequences);
   result.loss = sum.item<double>() / static_cast<double>(result.targets);
+  MARROW_CHECK(std::isfinite(result.loss), ExitCode::kDiverged,
+               Fix("use an earlier checkpoint: these weights are damaged, or their run diverged"),
+               "the loss is {}", result.loss);
   return result;
 }
 

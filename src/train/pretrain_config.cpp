@@ -266,7 +266,7 @@ std::vector<Key> all_keys(PretrainConfig& c) {
       key("train.overlap", c.train.overlap, flag(), "hide communication behind computation"),
       key("train.skip_nonfinite", c.train.skip_nonfinite, integer(0),
           "steps with a non-finite gradient to skip before the run stops"),
-      key("train.cpu_threads", c.train.cpu_threads, integer(0, kMaxRanks), "0 = cores / ranks"),
+      key("train.cpu_threads", c.train.cpu_threads, integer(0, 1024), "0 = cores / ranks"),
       key("optimizer.name", c.optimizer.name, choice<OptimizerName>({"adamw", "muon"}),
           "update rule"),
       required(key("optimizer.lr", c.optimizer.lr, real(0, true), "peak learning rate")),

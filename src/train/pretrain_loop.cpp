@@ -122,6 +122,7 @@ PretrainLoop::PretrainLoop(const PretrainConfig& config, Logger& logger)
   checkpoints_.emplace(
       writer, checkpoint_tensors(all_parameter_specs(*model_), config.optimizer.name), logger);
   load_initial_state();
+  write_text_file_atomically(config_.log.dir + "/run.toml", to_toml(config_));
   metrics_.emplace(config.log.dir, step_);
 }
 
@@ -179,7 +180,7 @@ void PretrainLoop::open_run_folder() {
   std::filesystem::create_directories(config_.log.dir);
   lock_.emplace(config_.log.dir + "/lock");
   logger_.open_file(config_.log.dir + "/log-rank-0000.txt");
-  write_text_file_atomically(config_.log.dir + "/run.toml", to_toml(config_));
+  std::filesystem::create_directories(config_.checkpoint.dir);  // now, not after hours
 }
 
 void PretrainLoop::load_initial_state() {
@@ -188,6 +189,9 @@ void PretrainLoop::load_initial_state() {
       resume_from(*checkpoint);
       return;
     }
+    MARROW_CHECK(step_folders(config_.checkpoint.dir).empty(), ExitCode::kBadInput,
+                 Fix("repair or remove the checkpoints, or set log.dir to a new folder"),
+                 "no checkpoint in {} can be used", config_.checkpoint.dir);
   } else {
     MARROW_CHECK(
         step_folders(config_.checkpoint.dir).empty(), ExitCode::kUsage,

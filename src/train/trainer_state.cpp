@@ -74,6 +74,11 @@ std::string to_json(const TrainerState& state) {
 TrainerState parse_trainer_state(const Json& json) {
   TrainerState state;
   each_field(state, [&](const char* key, auto& value) { read_value(json.at(key), value); });
+  for (const char* key : {"step", "consumed_sequences", "skipped_steps", "seq_len"}) {
+    const int64_t value = json.at(key).as_int();
+    if (value >= 0 && value <= int64_t{1} << 50) continue;
+    json.at(key).fail(fmt::format("{} is out of range", value), Fix("use another checkpoint"));
+  }
   return state;
 }
 

@@ -174,6 +174,20 @@ def new_runs_keep_apart():
     check(metrics("second")[0]["loss"] < metrics("first")[0]["loss"], "it starts from the trained weights")
     (WORK / "both.json").write_text(json.dumps(tiny | {"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}}))
     refused(marrow("pretrain", toml("bad", config=WORK / "both.json")), 2, "rope_theta")
+    (WORK / "deep.json").write_text('{"model_type":' + "[" * 100000 + "]" * 100000 + "}")
+    refused(marrow("pretrain", toml("bad", config=WORK / "deep.json")), 2, "nested")
+    for change in (dict(num_hidden_layers=2**62), dict(rms_norm_eps=-1), dict(rope_theta=0), dict(num_experts=2**40),
+                   dict(initializer_range=-1), dict(head_dim=0)):
+        (WORK / "odd.json").write_text(json.dumps(tiny | change))
+        refused(marrow("pretrain", toml("bad", config=WORK / "odd.json")), 2, "odd.json")
+    refused(marrow("pretrain", base, "--set", "train.seed=9"), 2, "train.seed")
+    check("seed = 9" not in (WORK / "first/run.toml").read_text(), "a refused run leaves run.toml alone")
+    refused(marrow("pretrain", toml("late", checkpoint__dir=str(WORK / "corpus.bin"))), 4, "corpus.bin")
+    shutil.copytree(WORK / "first", WORK / "spoilt")
+    for state in (WORK / "spoilt/checkpoints").glob("*/trainer_state.json"):
+        state.write_text("{}")
+    refused(marrow("pretrain", toml("spoilt", train__steps=9, optimizer__warmup_steps=0)), 3, "no checkpoint in")
+    check(len(metrics("spoilt")) == 4, "its metrics are kept")
     refused(marrow("pretrain", toml("bad", optimizer__name="muon", optimizer__state_dtype="bf16")), 2, "state_dtype")
     done = marrow("pretrain", toml("auto", mesh__ep="auto", mesh__dp=1, train__steps=1, optimizer__warmup_steps=0))
     check(done.returncode == 0, f"ep = auto: {done.stderr}")
