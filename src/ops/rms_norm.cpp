@@ -66,7 +66,8 @@ Tensor norm_backward(const Tensor& x, const Tensor& dy, const Tensor& d_sum,
                      const NormState& state) {
   const Tensor &weight = state.weight.value, &weight_grad = state.weight.grad;
   const auto eps = static_cast<float>(state.eps);
-  if (x.is_cuda() && x.numel() > 0) {
+  if (x.numel() == 0) return at::empty_like(x);
+  if (x.is_cuda()) {
     const Tensor dx = at::empty_like(x);
     const Tensor partials =
         at::empty({std::min(x.size(0), kNormPartials), x.size(1)}, x.options().dtype(at::kFloat));
@@ -86,10 +87,12 @@ struct RmsNormFunction : torch::autograd::Function<RmsNormFunction> {
     const auto eps = static_cast<float>(state.eps);
     const Tensor& weight = state.weight.value;
     Tensor sum = residual ? at::empty_like(x) : Tensor(), normed;
-    if (x.is_cuda() && x.numel() > 0) {
+    if (x.is_cuda()) {
       normed = at::empty_like(x);
-      MARROW_CUDA_CALL(
-          rms_norm_forward_cuda(x, residual.value_or(Tensor()), weight, sum, normed, eps));
+      if (x.numel() > 0) {
+        MARROW_CUDA_CALL(
+            rms_norm_forward_cuda(x, residual.value_or(Tensor()), weight, sum, normed, eps));
+      }
     } else {
       if (residual) at::add_out(sum, x, *residual);
       normed = forward_cpu(residual ? sum : x, weight, eps);
