@@ -183,15 +183,14 @@ void StagedFolder::publish() {
   fs::remove_all(path_, ignored);
 }
 
-FileLock::FileLock(const std::string& path)
+FileLock::FileLock(const std::string& path, const Fix& fix)
     : descriptor_(open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644)) {
   MARROW_CHECK(descriptor_ >= 0, ExitCode::kDeviceFault,
                Fix("check that the folder exists and can be written"), "cannot create {}: {}", path,
                std::strerror(errno));
   if (flock(descriptor_, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return;
   ::close(descriptor_);
-  MARROW_THROW(ExitCode::kUsage, Fix("wait for the other run, or give this one another log.dir"),
-               "another run holds {}", path);
+  MARROW_THROW(ExitCode::kUsage, fix, "another run holds {}", path);
 }
 
 FileLock::~FileLock() { ::close(descriptor_); }

@@ -91,11 +91,11 @@ class StagedFolder {
   std::string folder_, path_;
 };
 
-// Holds PATH as this process's own, for as long as it lives (flock). Error (kUsage) where another
-// process holds it.
+// Holds PATH as this process's own, for as long as it lives (flock). Error (kUsage, with `fix`)
+// where another process holds it.
 class FileLock {
  public:
-  explicit FileLock(const std::string& path);
+  FileLock(const std::string& path, const Fix& fix);
   ~FileLock();
   FileLock(const FileLock&) = delete;
   FileLock& operator=(const FileLock&) = delete;

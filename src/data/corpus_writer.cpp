@@ -1,8 +1,4 @@
 // The writing half of indexed_corpus.h.
-#include <fcntl.h>
-#include <sys/file.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <array>
 #include <cerrno>
@@ -16,18 +12,6 @@ namespace marrow {
 namespace {
 
 namespace fs = std::filesystem;
-
-// Takes the lock that belongs to a file about to be written, creating it.
-int lock_file(const std::string& path) {
-  const int descriptor = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
-  MARROW_CHECK(descriptor >= 0, ExitCode::kDeviceFault,
-               Fix("check that the folder exists and can be written"), "cannot create {}: {}", path,
-               std::strerror(errno));
-  if (flock(descriptor, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return descriptor;
-  close(descriptor);
-  MARROW_THROW(ExitCode::kUsage, Fix("wait for the other run, or choose another --output"),
-               "another run is writing {}", path);
-}
 
 }  // namespace
 
@@ -60,17 +44,16 @@ CorpusWriter::CorpusWriter(std::string prefix, CorpusInfo info, bool overwrite)
                  Fix("add --overwrite to replace it, or choose another --output"),
                  "output {}{} exists already", prefix_, suffix);
   }
-  lock_ = lock_file(prefix_ + ".bin.tmp");
+  lock_.emplace(prefix_ + ".bin.tmp", Fix("wait for the other run, or choose another --output"));
   bin_.emplace(prefix_ + ".bin.tmp");
   idx_.emplace(prefix_ + ".idx.tmp");
   idx_->append(std::array<std::byte, kIndexHeaderBytes>{});  // finish() fills it in
 }
 
 CorpusWriter::~CorpusWriter() {
-  if (lock_ < 0) return;  // finished, or never begun
+  if (!lock_) return;  // finished, or never begun
   std::remove((prefix_ + ".idx.tmp").c_str());
   std::remove((prefix_ + ".bin.tmp").c_str());
-  close(lock_);
 }
 
 void CorpusWriter::append(std::span<const int32_t> ids, std::span<const int32_t> lengths) {
@@ -138,7 +121,7 @@ void CorpusWriter::finish() {
   }
   const std::string folder = fs::path(prefix_).parent_path().string();
   fsync_folder(folder.empty() ? "." : folder);
-  close(std::exchange(lock_, -1));
+  lock_.reset();
 }
 
 }  // namespace marrow

@@ -68,7 +68,7 @@ class CorpusWriter {
   CorpusInfo info_;
   int64_t width_;  // bytes a token
   int64_t documents_ = 0, tokens_ = 0;
-  int lock_ = -1;  // descriptor whose flock marks PREFIX as being written
+  std::optional<FileLock> lock_;  // marks PREFIX as being written
   std::optional<Output> bin_, idx_;
 };
 

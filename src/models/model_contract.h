@@ -82,8 +82,6 @@ class MoeModel {
   virtual at::Tensor final_norm(const at::Tensor& hidden, const ParameterTable&) const = 0;
   // Floating-point operations of one token's forward matrix products, causal attention at half.
   virtual double forward_flops_per_token(int64_t seq_len) const = 0;
-  // Elements of one token's keys and values in a layer's cache: heads × (key + value size).
-  virtual std::array<int64_t, 3> key_value_shape() const = 0;  // KV heads, key size, value size
 };
 
 // The family of a Hugging Face config.json, decided by its model_type. Every option that the family

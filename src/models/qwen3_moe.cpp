@@ -275,10 +275,6 @@ class Qwen3Moe final : public MoeModel {
            2 * hidden * config_.shape.vocab;
   }
 
-  std::array<int64_t, 3> key_value_shape() const override {
-    return {config_.kv_heads, config_.head_size, config_.head_size};
-  }
-
  private:
   ParameterSpec matrix(std::string name, std::vector<int64_t> shape, std::string hub_name) const {
     ParameterSpec spec;

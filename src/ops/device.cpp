@@ -68,8 +68,6 @@ DeferredValues::DeferredValues(const at::Tensor& source) {
   event_->record(c10::impl::VirtualGuardImpl(at::kCUDA).getStream(source.device()));
 }
 
-bool DeferredValues::ready() const { return !event_ || event_->query(); }
-
 std::vector<double> DeferredValues::values() {
   if (event_) event_->synchronize();
   const double* data = host_.data_ptr<double>();

@@ -15,11 +15,10 @@ int64_t available_memory_bytes(at::Device device);  // that a program could stil
 // Threads of operators on the CPU: `wanted`, or with 0 the cores divided by `ranks`.
 void set_cpu_threads(int64_t wanted, int64_t ranks);
 
-// A copy of a small device tensor on its way to the host. `ready` never waits, `values` does.
+// A copy of a small device tensor on its way to the host. `values` waits for it.
 class DeferredValues {
  public:
   explicit DeferredValues(const at::Tensor& source);  // [n], copied as fp64
-  bool ready() const;
   std::vector<double> values();
 
  private:

@@ -21,6 +21,7 @@ void BalanceTracker::begin_step(const StepSizes& sizes) {
   group_losses_.zero_();
   // The first step has no previous counts: f = 0, and so no gradient. Fractions are of the previous
   // step's own total, since the global batch may have changed.
+  if (options_.mode != BalanceMode::kGlobal) return;
   const at::Tensor total = previous_counts_.sum(1, true).clamp_min_(1);
   global_gradient_ = balance_gradient(previous_counts_ / total, sizes.tokens, options_.coef);
 }

@@ -178,7 +178,8 @@ void PretrainLoop::describe_data() {
 
 void PretrainLoop::open_run_folder() {
   std::filesystem::create_directories(config_.log.dir);
-  lock_.emplace(config_.log.dir + "/lock");
+  lock_.emplace(config_.log.dir + "/lock",
+                Fix("wait for the other run, or give this one another log.dir"));
   logger_.open_file(config_.log.dir + "/log-rank-0000.txt");
   std::filesystem::create_directories(config_.checkpoint.dir);  // now, not after hours
 }
@@ -339,11 +340,17 @@ PretrainLoop::PendingStep PretrainLoop::launch_step(int64_t step) {
       at::zeros({1}, at::TensorOptions().device(device_).dtype(at::kDouble));
   tracker_->begin_step(
       {sequences * config_.data.seq_len, sequences, static_cast<int64_t>(batches.size())});
-  for (const SequenceBatch& batch : batches) {
-    executor_->train(
-        make_micro_batch(batch.tokens, batch.targets, batch.document_start, batch.sequences,
-                         batch.seq_len, config_.data.mask_documents, device_),
-        gradient_scale, loss_sum);
+  for (size_t i = 0; i < batches.size(); ++i) {
+    const SequenceBatch& batch = batches[i];
+    try {
+      executor_->train(
+          make_micro_batch(batch.tokens, batch.targets, batch.document_start, batch.sequences,
+                           batch.seq_len, config_.data.mask_documents, device_),
+          gradient_scale, loss_sum);
+    } catch (Error& error) {
+      error.add_who(fmt::format("micro-batch {}", i));
+      throw;
+    }
   }
   tracker_->end_step();
   const double rate = learning_rate(config_.optimizer, step, config_.train.steps);
