@@ -26,9 +26,7 @@ struct Sizes {
 
   int64_t tokens() const { return sequences * seq_len; }
   double bytes() const { return dtype == at::kFloat ? 4.0 : 2.0; }  // of an element
-  at::Tensor random(at::IntArrayRef shape) const {
-    return at::randn(shape, at::TensorOptions(device)).to(dtype);
-  }
+  at::Tensor random(at::IntArrayRef shape) const { return at::randn(shape, at::TensorOptions(device)).to(dtype); }
   Parameter parameter(at::IntArrayRef shape) const {
     return {"weight", random(shape), at::zeros(shape, at::TensorOptions(device))};
   }
@@ -54,8 +52,7 @@ void measure(benchmark::State& state, const Sizes& sizes, const std::string& uni
     ++calls;
   }
   const double scale = unit == "GB/s" ? 1e-9 : 1e-12;
-  state.counters[unit] =
-      benchmark::Counter(work * scale * static_cast<double>(calls), benchmark::Counter::kIsRate);
+  state.counters[unit] = benchmark::Counter(work * scale * static_cast<double>(calls), benchmark::Counter::kIsRate);
 }
 
 // A forward without history, then the backward alone on a kept graph.
@@ -77,8 +74,7 @@ using Body = std::function<void(benchmark::State&, const Sizes&)>;
 
 void philox(benchmark::State& state, const Sizes& s) {
   at::Tensor out = s.random({s.vocabulary, s.hidden});
-  measure(state, s, "GB/s", out.numel() * s.bytes(),
-          [&] { philox_normal(out, 1, "embedding", 0, 0.02); });
+  measure(state, s, "GB/s", out.numel() * s.bytes(), [&] { philox_normal(out, 1, "embedding", 0, 0.02); });
 }
 
 void norm_forward(benchmark::State& state, const Sizes& s) {
@@ -108,11 +104,9 @@ struct Rope {
   explicit Rope(const Sizes& s)
       : q_norm(s.parameter({s.head_size})),
         k_norm(s.parameter({s.head_size})),
-        table(
-            make_rope_table(rope_inverse_frequencies(1e6, s.head_size), s.seq_len, 1.0, s.device)),
-        positions(at::arange(s.tokens(), at::TensorOptions(s.device).dtype(at::kInt))
-                      .remainder(s.seq_len)
-                      .to(at::kInt)) {}
+        table(make_rope_table(rope_inverse_frequencies(1e6, s.head_size), s.seq_len, 1.0, s.device)),
+        positions(
+            at::arange(s.tokens(), at::TensorOptions(s.device).dtype(at::kInt)).remainder(s.seq_len).to(at::kInt)) {}
 };
 
 void rope_forward(benchmark::State& state, const Sizes& s) {
@@ -120,17 +114,15 @@ void rope_forward(benchmark::State& state, const Sizes& s) {
   const at::Tensor qkv = s.random({s.tokens(), (s.q_heads + 2 * s.kv_heads) * s.head_size});
   const double elements = static_cast<double>(s.tokens() * (s.q_heads + s.kv_heads) * s.head_size);
   measure(state, s, "GB/s", 2 * elements * s.bytes(), [&] {
-    qk_norm_rope(qkv, rope.q_norm, rope.k_norm, rope.table, rope.positions, s.q_heads, s.kv_heads,
-                 1e-6);
+    qk_norm_rope(qkv, rope.q_norm, rope.k_norm, rope.table, rope.positions, s.q_heads, s.kv_heads, 1e-6);
   });
 }
 
 void rope_backward(benchmark::State& state, const Sizes& s) {
   const Rope rope(s);
-  const at::Tensor qkv =
-      s.random({s.tokens(), (s.q_heads + 2 * s.kv_heads) * s.head_size}).set_requires_grad(true);
-  const auto [q, k, v] = qk_norm_rope(qkv, rope.q_norm, rope.k_norm, rope.table, rope.positions,
-                                      s.q_heads, s.kv_heads, 1e-6);
+  const at::Tensor qkv = s.random({s.tokens(), (s.q_heads + 2 * s.kv_heads) * s.head_size}).set_requires_grad(true);
+  const auto [q, k, v] =
+      qk_norm_rope(qkv, rope.q_norm, rope.k_norm, rope.table, rope.positions, s.q_heads, s.kv_heads, 1e-6);
   Graph graph{{q, k, v}, {at::randn_like(q), at::randn_like(k), at::randn(v.sizes(), v.options())}};
   const double elements = static_cast<double>(s.tokens() * s.head_size) *
                           static_cast<double>(3 * (s.q_heads + s.kv_heads) + 2 * s.kv_heads);
@@ -160,8 +152,7 @@ Body attention_forward(bool documents, bool deterministic) {
   return [=](benchmark::State& state, const Sizes& s) {
     const Heads h(s, documents);
     const at::NoGradGuard guard;
-    measure(state, s, "TFLOP/s", h.flops,
-            [&] { attention(h.q, h.k, h.v, h.layout, h.scale, deterministic); });
+    measure(state, s, "TFLOP/s", h.flops, [&] { attention(h.q, h.k, h.v, h.layout, h.scale, deterministic); });
   };
 }
 
@@ -230,8 +221,7 @@ void linear_backward(benchmark::State& state, const Sizes& s) {
 
 void add(const std::string& name, const Body& body) {
   const Sizes cpu{at::kCPU, at::kFloat, 8, 256, 256, 4, 2, 64, 8192, 256, 512};
-  const Sizes gpu{
-      at::Device(at::kCUDA, 0), at::kBFloat16, 8, 4096, 2048, 32, 4, 128, 262144, 768, 151936};
+  const Sizes gpu{at::Device(at::kCUDA, 0), at::kBFloat16, 8, 4096, 2048, 32, 4, 128, 262144, 768, 151936};
   const auto add_for = [&](const char* where, const Sizes& sizes) {
     benchmark::RegisterBenchmark((std::string(where) + "/" + name).c_str(),
                                  [=](benchmark::State& state) { body(state, sizes); })

@@ -54,8 +54,7 @@ Parameter parameter(at::IntArrayRef shape, const Sizes& s) {
 
 // Times `body`; `work` bytes or FLOPs are shown as `unit` per second. On the GPU between two events
 // around kRepeats calls, so that launches overlap as they do in a run.
-void measure(benchmark::State& state, double work, const char* unit,
-             const std::function<void()>& body) {
+void measure(benchmark::State& state, double work, const char* unit, const std::function<void()>& body) {
   body();
   double seconds = 0, calls = 0;
   for (auto _ : state) {
@@ -93,8 +92,8 @@ void measure(benchmark::State& state, double work, const char* unit,
 }
 
 // The backward alone, weight gradients included, of the graph behind `out`.
-void measure_backward(benchmark::State& state, double work, const char* unit, const Tensor& out,
-                      Tensor leaf, WeightGradQueue& queue) {
+void measure_backward(benchmark::State& state, double work, const char* unit, const Tensor& out, Tensor leaf,
+                      WeightGradQueue& queue) {
   const Tensor d_out = at::ones_like(out);
   measure(state, work, unit, [&] {
     leaf.mutable_grad() = Tensor();
@@ -177,11 +176,9 @@ void head(benchmark::State& state) {
   const bool with_gradient = state.range(0) == 1;
   const Tensor x = random({s.tokens, s.hidden}, s, s.dtype);
   const Parameter w = parameter({s.vocabulary, s.hidden}, s);
-  const Tensor targets =
-      at::randint(s.vocabulary, {s.tokens}, at::device(s.device).dtype(at::kInt));
+  const Tensor targets = at::randint(s.vocabulary, {s.tokens}, at::device(s.device).dtype(at::kInt));
   const double flops = (with_gradient ? 6.0 : 2.0) * s.tokens * s.hidden * s.vocabulary;
-  measure(state, flops, "FLOP/s",
-          [&] { linear_cross_entropy(x, w, targets, 1e-5, with_gradient); });
+  measure(state, flops, "FLOP/s", [&] { linear_cross_entropy(x, w, targets, 1e-5, with_gradient); });
 }
 
 int64_t optimizer_elements() { return have_gpu() ? int64_t{1} << 28 : int64_t{1} << 22; }
@@ -208,9 +205,7 @@ void muon(benchmark::State& state) {
   const Tensor momentum = at::zeros_like(master), scale = at::ones({1}, master.options());
   const double small = double(std::min(shape[1], shape[2])), large = std::max(shape[1], shape[2]);
   const double flops = 5.0 * shape[0] * 2 * (2 * small * small * large + small * small * small);
-  measure(state, flops, "FLOP/s", [&] {
-    muon_update(master, {}, grad, momentum, scale, {1e-2, 0.95, 0.1, false});
-  });
+  measure(state, flops, "FLOP/s", [&] { muon_update(master, {}, grad, momentum, scale, {1e-2, 0.95, 0.1, false}); });
 }
 
 void squares(benchmark::State& state) {

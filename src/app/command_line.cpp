@@ -10,9 +10,7 @@
 namespace marrow {
 namespace {
 
-Fix see_help(const Subcommand& command) {
-  return Fix(fmt::format("see marrow {} --help", command.name));
-}
+Fix see_help(const Subcommand& command) { return Fix(fmt::format("see marrow {} --help", command.name)); }
 
 std::vector<Option> with_common_options(std::vector<Option> options) {
   options.push_back({.name = "json", .help = "print the result as one JSON object"});
@@ -21,8 +19,7 @@ std::vector<Option> with_common_options(std::vector<Option> options) {
 }
 
 std::string usage_form(const Option& option) {
-  const std::string value =
-      option.choices.empty() ? option.value : fmt::format("{}", fmt::join(option.choices, "|"));
+  const std::string value = option.choices.empty() ? option.value : fmt::format("{}", fmt::join(option.choices, "|"));
   if (option.takes == Takes::kNothing) return "--" + option.name;
   return fmt::format("--{} {}{}", option.name, value, option.takes == Takes::kMany ? "..." : "");
 }
@@ -51,10 +48,8 @@ size_t CommandLine::take_option(const std::vector<std::string>& words, size_t at
   const auto known = std::find(names.begin(), names.end(), dashed);
   if (known == names.end()) {
     const std::string nearest = nearest_match(dashed, names);
-    MARROW_THROW(
-        ExitCode::kUsage,
-        nearest.empty() ? see_help(command_) : Fix(fmt::format("did you mean {}?", nearest)),
-        "marrow {} has no option {}", command_.name, dashed);
+    MARROW_THROW(ExitCode::kUsage, nearest.empty() ? see_help(command_) : Fix(fmt::format("did you mean {}?", nearest)),
+                 "marrow {} has no option {}", command_.name, dashed);
   }
   const Option& option = options_[static_cast<size_t>(known - names.begin())];
   MARROW_CHECK(option.takes != Takes::kOne || !has(option.name), ExitCode::kUsage,
@@ -62,25 +57,22 @@ size_t CommandLine::take_option(const std::vector<std::string>& words, size_t at
   std::vector<std::string>& values = values_[option.name];
   ++at;
   if (option.takes == Takes::kNothing) {
-    MARROW_CHECK(equals == std::string::npos, ExitCode::kUsage,
-                 Fix(fmt::format("write {} alone", dashed)), "{} takes no value, but {} is given",
-                 dashed, json_quote(word.substr(equals + 1)));
+    MARROW_CHECK(equals == std::string::npos, ExitCode::kUsage, Fix(fmt::format("write {} alone", dashed)),
+                 "{} takes no value, but {} is given", dashed, json_quote(word.substr(equals + 1)));
     return at;
   }
   const size_t before = values.size();
   if (equals != std::string::npos) values.push_back(word.substr(equals + 1));
-  while (
-      at < words.size() && !words[at].starts_with("--") &&
-      (values.size() == before || (option.takes == Takes::kMany && equals == std::string::npos))) {
+  while (at < words.size() && !words[at].starts_with("--") &&
+         (values.size() == before || (option.takes == Takes::kMany && equals == std::string::npos))) {
     values.push_back(words[at++]);
   }
   const Fix form(fmt::format("write {}", usage_form(option)));
   MARROW_CHECK(values.size() > before, ExitCode::kUsage, form, "{} needs a value", dashed);
   const auto& choices = option.choices;
-  MARROW_CHECK(
-      choices.empty() || std::find(choices.begin(), choices.end(), values.back()) != choices.end(),
-      ExitCode::kUsage, form, "{} is {}, not one of {}", dashed, json_quote(values.back()),
-      fmt::join(choices, ", "));
+  MARROW_CHECK(choices.empty() || std::find(choices.begin(), choices.end(), values.back()) != choices.end(),
+               ExitCode::kUsage, form, "{} is {}, not one of {}", dashed, json_quote(values.back()),
+               fmt::join(choices, ", "));
   return at;
 }
 
@@ -89,16 +81,14 @@ void CommandLine::check_complete() const {
     if (option.alone && has(option.name)) return;
   }
   const size_t wanted = command_.positionals.size(), given = positionals_.size();
-  MARROW_CHECK(given >= wanted, ExitCode::kUsage, see_help(command_),
-               "marrow {} needs {} argument{} ({}), {} given", command_.name, wanted,
-               wanted == 1 ? "" : "s", fmt::join(command_.positionals, " "), given);
+  MARROW_CHECK(given >= wanted, ExitCode::kUsage, see_help(command_), "marrow {} needs {} argument{} ({}), {} given",
+               command_.name, wanted, wanted == 1 ? "" : "s", fmt::join(command_.positionals, " "), given);
   MARROW_CHECK(given == wanted, ExitCode::kUsage, see_help(command_),
-               "marrow {} takes {} argument{}, but {} is given more", command_.name, wanted,
-               wanted == 1 ? "" : "s", json_quote(positionals_[wanted]));
+               "marrow {} takes {} argument{}, but {} is given more", command_.name, wanted, wanted == 1 ? "" : "s",
+               json_quote(positionals_[wanted]));
   for (const Option& option : options_) {
-    MARROW_CHECK(!option.required || has(option.name), ExitCode::kUsage,
-                 Fix(fmt::format("add {}", usage_form(option))), "marrow {} needs --{}",
-                 command_.name, option.name);
+    MARROW_CHECK(!option.required || has(option.name), ExitCode::kUsage, Fix(fmt::format("add {}", usage_form(option))),
+                 "marrow {} needs --{}", command_.name, option.name);
   }
 }
 
@@ -121,9 +111,8 @@ T CommandLine::number(const std::string& name, T min, T max, const std::string& 
   T value{};
   const char* end = given.data() + given.size();
   const auto [stop, fault] = std::from_chars(given.data(), end, value);
-  MARROW_CHECK(fault == std::errc() && stop == end && min <= value && value <= max,
-               ExitCode::kUsage, Fix(fmt::format("give --{} {}", name, range)),
-               "--{} is {}, not {}", name, json_quote(given), range);
+  MARROW_CHECK(fault == std::errc() && stop == end && min <= value && value <= max, ExitCode::kUsage,
+               Fix(fmt::format("give --{} {}", name, range)), "--{} is {}, not {}", name, json_quote(given), range);
   return value;
 }
 

@@ -27,7 +27,7 @@ struct Option {
   std::string help = {};
   bool required = false;
   std::vector<std::string> choices = {};  // the only allowed values, if not empty
-  bool alone = false;  // --help-config: needs no positional and no required option beside it
+  bool alone = false;                     // --help-config: needs no positional and no required option beside it
 };
 
 class CommandLine;

@@ -24,15 +24,13 @@ struct Finding {
 Finding check_processor() {
   const bool fits = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   return {"processor",
-          fmt::format("{} cores, AVX2 and FMA {}", std::thread::hardware_concurrency(),
-                      fits ? "present" : "missing"),
+          fmt::format("{} cores, AVX2 and FMA {}", std::thread::hardware_concurrency(), fits ? "present" : "missing"),
           fits ? "" : "use a processor of the x86-64-v3 level (2013 or later)", !fits};
 }
 
 Finding check_memory() {
   const double free = 1e-9 * static_cast<double>(available_memory_bytes(at::kCPU));
-  return {"memory", fmt::format("{:.1f} GB free", free),
-          free < 2 ? "end other programs: a small run needs 2 GB" : ""};
+  return {"memory", fmt::format("{:.1f} GB free", free), free < 2 ? "end other programs: a small run needs 2 GB" : ""};
 }
 
 Finding check_disk() {
@@ -63,26 +61,23 @@ Finding check_gpu() {
   cudaRuntimeGetVersion(&runtime);
   const bool hopper = device.major == 9 && device.minor == 0;
   return {"gpu",
-          fmt::format("{} x {}, {:.0f} GB, sm_{}{}, driver CUDA {}.{}, runtime {}.{}", count,
-                      device.name, 1e-9 * static_cast<double>(device.totalGlobalMem), device.major,
-                      device.minor, driver / 1000, driver % 1000 / 10, runtime / 1000,
-                      runtime % 1000 / 10),
+          fmt::format("{} x {}, {:.0f} GB, sm_{}{}, driver CUDA {}.{}, runtime {}.{}", count, device.name,
+                      1e-9 * static_cast<double>(device.totalGlobalMem), device.major, device.minor, driver / 1000,
+                      driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10),
           hopper ? ""
                  : "the CUDA kernels are built for sm_90 (H100, H200): set train.device "
                    "= \"cpu\" on this GPU",
           !hopper};
 #else
   const bool present = std::filesystem::exists("/dev/nvidia0");
-  return {"gpu",
-          present ? "there is one, but this build has no CUDA kernels"
-                  : "none; this build has no CUDA kernels",
+  return {"gpu", present ? "there is one, but this build has no CUDA kernels" : "none; this build has no CUDA kernels",
           present ? "run ./dev build with nvcc installed" : "", present};
 #endif
 }
 
 int run_doctor(const CommandLine& args) {
-  const std::vector<Finding> findings = {check_processor(), check_memory(), check_disk(),
-                                         check_libtorch(), check_gpu()};
+  const std::vector<Finding> findings = {check_processor(), check_memory(), check_disk(), check_libtorch(),
+                                         check_gpu()};
   std::string text;
   JsonWriter checks;
   const Finding* worst = nullptr;
@@ -95,9 +90,8 @@ int run_doctor(const CommandLine& args) {
     checks.raw(finding.name, check.text());
     if (finding.fatal && worst == nullptr) worst = &finding;
   }
-  text += worst == nullptr
-              ? fmt::format("PASS marrow can train on the {}", gpu_available() ? "GPU" : "CPU")
-              : fmt::format("FAIL {}: {} next: {}", worst->name, worst->value, worst->next);
+  text += worst == nullptr ? fmt::format("PASS marrow can train on the {}", gpu_available() ? "GPU" : "CPU")
+                           : fmt::format("FAIL {}: {} next: {}", worst->name, worst->value, worst->next);
   args.print(text, JsonWriter().field("pass", worst == nullptr).raw("checks", checks.text()));
   return static_cast<int>(worst == nullptr ? ExitCode::kDone : ExitCode::kDeviceFault);
 }

@@ -18,8 +18,7 @@ int run_eval(const CommandLine& args) {
   const int64_t trained = model.trained_seq_len() > 0 ? model.trained_seq_len() : kDefaultSeqLen;
   BatchLoader::Options options;
   options.sources = {{args.text("data"), 1.0}};
-  options.seq_len =
-      args.has("seq-len") ? args.integer("seq-len", 1, longest) : std::min(trained, longest);
+  options.seq_len = args.has("seq-len") ? args.integer("seq-len", 1, longest) : std::min(trained, longest);
   options.vocab_size = model.model().shape().vocab;
   options.mask_documents = args.flag("mask-documents");
   options.shuffle = false;
@@ -28,20 +27,15 @@ int run_eval(const CommandLine& args) {
   const std::string trained_with = model.tokenizer_hash(), given = loader.tokenizer_hash();
   MARROW_CHECK(trained_with.empty() || given.empty() || trained_with == given, ExitCode::kBadInput,
                Fix("tokenize the text with the tokenizer that the model was trained with"),
-               "{} was tokenized with tokenizer {}, the model trained with {}", args.text("data"),
-               given, trained_with);
+               "{} was tokenized with tokenizer {}, the model trained with {}", args.text("data"), given, trained_with);
   EvaluationSizes sizes;
   sizes.sequences = loader.samples_per_epoch();
   sizes.micro_batch = args.integer("micro-batch", 1);
   sizes.mask_documents = options.mask_documents;
   const EvaluationResult result = evaluate_corpus(model.executor(), loader, model.device(), sizes);
   const double perplexity = std::exp(result.loss);
-  args.print(fmt::format("loss {:.6f}, perplexity {:.4f}, {} tokens", result.loss, perplexity,
-                         result.targets),
-             JsonWriter()
-                 .field("loss", result.loss)
-                 .field("perplexity", perplexity)
-                 .field("tokens", result.targets));
+  args.print(fmt::format("loss {:.6f}, perplexity {:.4f}, {} tokens", result.loss, perplexity, result.targets),
+             JsonWriter().field("loss", result.loss).field("perplexity", perplexity).field("tokens", result.targets));
   return 0;
 }
 
@@ -51,28 +45,24 @@ Subcommand eval_command() {
   return {.name = "eval",
           .summary = "loss and perplexity of a model over a corpus",
           .positionals = {"CHECKPOINT|HF_DIR"},
-          .options = {{.name = "data",
-                       .takes = Takes::kOne,
-                       .value = "PREFIX",
-                       .help = "tokenized corpus; all its windows are read",
-                       .required = true},
-                      {.name = "seq-len",
-                       .takes = Takes::kOne,
-                       .value = "N",
-                       .help = "tokens a window (default: the run's, else 1024)"},
-                      {.name = "micro-batch",
-                       .takes = Takes::kOne,
-                       .value = "N",
-                       .fallback = "4",
-                       .help = "windows at once"},
-                      {.name = "mask-documents",
-                       .help = "attention and positions restart at each document"},
-                      {.name = "threads",
-                       .takes = Takes::kOne,
-                       .value = "N",
-                       .fallback = "0",
-                       .help = "CPU threads; 0 = all cores"},
-                      {.name = "cpu", .help = "even where there is a GPU"}},
+          .options =
+              {{.name = "data",
+                .takes = Takes::kOne,
+                .value = "PREFIX",
+                .help = "tokenized corpus; all its windows are read",
+                .required = true},
+               {.name = "seq-len",
+                .takes = Takes::kOne,
+                .value = "N",
+                .help = "tokens a window (default: the run's, else 1024)"},
+               {.name = "micro-batch", .takes = Takes::kOne, .value = "N", .fallback = "4", .help = "windows at once"},
+               {.name = "mask-documents", .help = "attention and positions restart at each document"},
+               {.name = "threads",
+                .takes = Takes::kOne,
+                .value = "N",
+                .fallback = "0",
+                .help = "CPU threads; 0 = all cores"},
+               {.name = "cpu", .help = "even where there is a GPU"}},
           .example = "marrow eval runs/quickstart --data data/heldout --json",
           .run = run_eval};
 }

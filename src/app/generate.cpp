@@ -23,49 +23,41 @@ int run_generate(const CommandLine& args) {
   options.seed = args.integer("seed", 0);
   options.stop_token = tokenizer->end_of_document().value_or(-1);
   options.token_limit = tokenizer->vocab_size();
-  const std::vector<int32_t> ids =
-      generate_tokens(model.executor(), model.model(), model.device(), prompt, options);
+  const std::vector<int32_t> ids = generate_tokens(model.executor(), model.model(), model.device(), prompt, options);
   const std::string text = tokenizer->decode(ids);
-  args.print(
-      args.text("prompt") + text,
-      JsonWriter().field("text", text).field("ids", std::vector<int64_t>(ids.begin(), ids.end())));
+  args.print(args.text("prompt") + text,
+             JsonWriter().field("text", text).field("ids", std::vector<int64_t>(ids.begin(), ids.end())));
   return 0;
 }
 
 }  // namespace
 
 Subcommand generate_command() {
-  return {.name = "generate",
-          .summary = "continue a text",
-          .positionals = {"CHECKPOINT|HF_DIR"},
-          .options = {{.name = "prompt",
-                       .takes = Takes::kOne,
-                       .value = "TEXT",
-                       .help = "text to continue",
-                       .required = true},
-                      {.name = "max-tokens",
-                       .takes = Takes::kOne,
-                       .value = "N",
-                       .fallback = "64",
-                       .help = "new tokens at most; ends early at the end of a document"},
-                      {.name = "temperature",
-                       .takes = Takes::kOne,
-                       .value = "T",
-                       .fallback = "0",
-                       .help = "0 = always the likeliest token"},
-                      {.name = "seed",
-                       .takes = Takes::kOne,
-                       .value = "N",
-                       .fallback = "0",
-                       .help = "of the draws where T > 0"},
-                      {.name = "threads",
-                       .takes = Takes::kOne,
-                       .value = "N",
-                       .fallback = "0",
-                       .help = "CPU threads; 0 = all cores"},
-                      {.name = "cpu", .help = "even where there is a GPU"}},
-          .example = "marrow generate runs/quickstart --prompt 'def main(' --max-tokens 100",
-          .run = run_generate};
+  return {
+      .name = "generate",
+      .summary = "continue a text",
+      .positionals = {"CHECKPOINT|HF_DIR"},
+      .options =
+          {{.name = "prompt", .takes = Takes::kOne, .value = "TEXT", .help = "text to continue", .required = true},
+           {.name = "max-tokens",
+            .takes = Takes::kOne,
+            .value = "N",
+            .fallback = "64",
+            .help = "new tokens at most; ends early at the end of a document"},
+           {.name = "temperature",
+            .takes = Takes::kOne,
+            .value = "T",
+            .fallback = "0",
+            .help = "0 = always the likeliest token"},
+           {.name = "seed", .takes = Takes::kOne, .value = "N", .fallback = "0", .help = "of the draws where T > 0"},
+           {.name = "threads",
+            .takes = Takes::kOne,
+            .value = "N",
+            .fallback = "0",
+            .help = "CPU threads; 0 = all cores"},
+           {.name = "cpu", .help = "even where there is a GPU"}},
+      .example = "marrow generate runs/quickstart --prompt 'def main(' --max-tokens 100",
+      .run = run_generate};
 }
 
 }  // namespace marrow

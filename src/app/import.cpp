@@ -29,9 +29,8 @@ int run_import(const CommandLine& args) {
   check_output_is_new(output, "--output");
   const auto model = open_model(Json::read_file(hub + "/config.json", ExitCode::kUsage));
   const std::vector<HubTensor> tensors = all_hub_tensors(*model);
-  const ModelWeights weights(hub, tensors,
-                             {.tied_embeddings = model->shape().tied_embeddings,
-                              .allow_unknown = args.flag("allow-unknown")});
+  const ModelWeights weights(
+      hub, tensors, {.tied_embeddings = model->shape().tied_embeddings, .allow_unknown = args.flag("allow-unknown")});
 
   std::vector<SideFile> side_files = read_tokenizer_files(hub);
   side_files.push_back({"trainer_state.json", to_json(imported_state(hub, side_files)) + "\n"});
@@ -44,9 +43,8 @@ int run_import(const CommandLine& args) {
   CheckpointFiles files(output, entries, at::kFloat);
   files.create();
   for (const HubTensor& tensor : tensors) {
-    weights.read_in_parts(tensor, at::kFloat, [&](int64_t begin, const at::Tensor& part) {
-      files.write(tensor.name, begin, part);
-    });
+    weights.read_in_parts(tensor, at::kFloat,
+                          [&](int64_t begin, const at::Tensor& part) { files.write(tensor.name, begin, part); });
   }
   files.finish_writing(0);
   files.publish(side_files, 1);
@@ -70,8 +68,7 @@ Subcommand import_command() {
                        .value = "CHECKPOINT",
                        .help = "the checkpoint's own folder; must not exist yet",
                        .required = true},
-                      {.name = "allow-unknown",
-                       .help = "leave out tensors that the model lacks (they are listed)"}},
+                      {.name = "allow-unknown", .help = "leave out tensors that the model lacks (they are listed)"}},
           .example = "marrow import Qwen3-30B-A3B --output checkpoints/qwen3",
           .notes = "Train from it with model.init_from = \"CHECKPOINT\".",
           .run = run_import};

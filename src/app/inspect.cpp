@@ -63,8 +63,7 @@ std::string kind_of(std::string& path) {
   if (is_checkpoint_path(path)) return "checkpoint";
   if (fs::exists(path + "/config.json")) return "hf_dir";
   if (!fs::is_directory(path) || fs::exists(path + "/tokenizer.json")) return "tokenizer";
-  MARROW_THROW(ExitCode::kBadInput, fix, "{} holds no checkpoint, config.json or tokenizer.json",
-               path);
+  MARROW_THROW(ExitCode::kBadInput, fix, "{} holds no checkpoint, config.json or tokenizer.json", path);
 }
 
 int run_inspect(const CommandLine& args) {

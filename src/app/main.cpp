@@ -21,8 +21,7 @@ using marrow::Subcommand;
 // OpenMP threads that spin while they wait cost a factor of ten where cores are busy. The runtime
 // reads its environment when the program loads, before main, and libc forgets a setenv made that
 // early: so the program starts itself anew with the two variables. What the user has set wins.
-__attribute__((no_sanitize("address", "undefined"))) void wait_passively(int, char** argv,
-                                                                         char** environment) {
+__attribute__((no_sanitize("address", "undefined"))) void wait_passively(int, char** argv, char** environment) {
   constexpr size_t kMaxVariables = 8192;
   static const char* extended[kMaxVariables + 3];
   static char program[4096];
@@ -39,8 +38,7 @@ __attribute__((no_sanitize("address", "undefined"))) void wait_passively(int, ch
   if (readlink("/proc/self/exe", program, sizeof program - 1) <= 0) return;
   execve(program, argv, const_cast<char**>(extended));  // where it fails, run on as we are
 }
-__attribute__((section(".preinit_array"),
-               used)) void (*const kBeforeLibraries)(int, char**, char**) = wait_passively;
+__attribute__((section(".preinit_array"), used)) void (*const kBeforeLibraries)(int, char**, char**) = wait_passively;
 
 std::vector<Subcommand> all_commands() {
   return {marrow::tokenize_command(), marrow::pretrain_command(), marrow::eval_command(),
@@ -81,10 +79,8 @@ int dispatch(const std::vector<std::string>& words) {
     return command.run(args);
   }
   const std::string nearest = marrow::nearest_match(name, names);
-  MARROW_THROW(ExitCode::kUsage,
-               Fix(nearest.empty() ? "see marrow --help" : "did you mean marrow " + nearest + "?"),
-               "{} is not a subcommand; there are {}", marrow::json_quote(name),
-               fmt::join(names, ", "));
+  MARROW_THROW(ExitCode::kUsage, Fix(nearest.empty() ? "see marrow --help" : "did you mean marrow " + nearest + "?"),
+               "{} is not a subcommand; there are {}", marrow::json_quote(name), fmt::join(names, ", "));
 }
 
 int report_error(const Error& error, bool json) {

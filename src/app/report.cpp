@@ -7,8 +7,8 @@ namespace {
 
 int run_report(const CommandLine& args) {
   const RunSummary summary = write_run_report(args.positional());
-  args.print(fmt::format("{}: {} steps, loss {:.4f}, validation loss {:.4f}", summary.path,
-                         summary.steps, summary.loss, summary.validation_loss),
+  args.print(fmt::format("{}: {} steps, loss {:.4f}, validation loss {:.4f}", summary.path, summary.steps, summary.loss,
+                         summary.validation_loss),
              JsonWriter()
                  .field("report", summary.path)
                  .field("steps", summary.steps)

@@ -11,8 +11,7 @@ namespace {
 
 int run_tokenize(const CommandLine& args) {
   StopSignal stop;
-  TokenizerOptions tokenizer_options{.special_tokens = args.flag("special-tokens"),
-                                     .end_of_document = std::nullopt};
+  TokenizerOptions tokenizer_options{.special_tokens = args.flag("special-tokens"), .end_of_document = std::nullopt};
   if (args.has("eod-id")) {
     tokenizer_options.end_of_document = static_cast<int32_t>(args.integer("eod-id", 0, INT32_MAX));
   }
@@ -59,9 +58,8 @@ Subcommand tokenize_command() {
                   {.name = "input",
                    .takes = Takes::kMany,
                    .value = "PATH",
-                   .help =
-                       "files and folders: .jsonl holds a document a line, any other file is one "
-                       "document; also .gz and .zst",
+                   .help = "files and folders: .jsonl holds a document a line, any other file is one "
+                           "document; also .gz and .zst",
                    .required = true},
                   {.name = "output",
                    .takes = Takes::kOne,
@@ -87,9 +85,8 @@ Subcommand tokenize_command() {
                   {.name = "eod-id",
                    .takes = Takes::kOne,
                    .value = "ID",
-                   .help =
-                       "the end-of-document token, where eos_token in the tokenizer_config.json "
-                       "beside the tokenizer.json does not tell it"},
+                   .help = "the end-of-document token, where eos_token in the tokenizer_config.json "
+                           "beside the tokenizer.json does not tell it"},
                   {.name = "no-eod", .help = "append no end-of-document token"},
                   {.name = "special-tokens", .help = "special tokens in the text become their ids"},
                   {.name = "overwrite", .help = "replace an existing output"}},

@@ -30,8 +30,7 @@ std::string repository_path(const char* file) {
 
 // A function's name without its parameters.
 std::string demangled(const char* symbol) {
-  const std::unique_ptr<char, void (*)(void*)> name(
-      abi::__cxa_demangle(symbol, nullptr, nullptr, nullptr), std::free);
+  const std::unique_ptr<char, void (*)(void*)> name(abi::__cxa_demangle(symbol, nullptr, nullptr, nullptr), std::free);
   const std::string text = name ? name.get() : symbol;
   return text.substr(0, text.find('(', 1));
 }

@@ -73,5 +73,4 @@ std::string nearest_match(std::string_view text, const std::vector<std::string>&
     }                                           \
   } while (false)
 
-#define MARROW_THROW(code, fix, ...) \
-  throw ::marrow::Error(code, ::fmt::format(__VA_ARGS__), fix, __FILE__, __LINE__)
+#define MARROW_THROW(code, fix, ...) throw ::marrow::Error(code, ::fmt::format(__VA_ARGS__), fix, __FILE__, __LINE__)

@@ -26,11 +26,10 @@ std::string folder_of(const std::string& path) {
 }
 
 int open_for_reading(const std::string& path, ExitCode code) {
-  MARROW_CHECK(!fs::is_directory(path), code, Fix("give the path of a file"),
-               "cannot read {}: it is a folder", path);
+  MARROW_CHECK(!fs::is_directory(path), code, Fix("give the path of a file"), "cannot read {}: it is a folder", path);
   const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  MARROW_CHECK(descriptor >= 0, code, Fix("check that the path exists and can be read"),
-               "cannot open {}: {}", path, std::strerror(errno));
+  MARROW_CHECK(descriptor >= 0, code, Fix("check that the path exists and can be read"), "cannot open {}: {}", path,
+               std::strerror(errno));
   return descriptor;
 }
 
@@ -53,8 +52,7 @@ std::string read_text_file(const std::string& path, ExitCode code) {
     text.append(buffer, static_cast<size_t>(got));
   }
   close(descriptor);
-  MARROW_CHECK(got == 0, code, Fix("check the disk"), "cannot read {}: {}", path,
-               std::strerror(errno));
+  MARROW_CHECK(got == 0, code, Fix("check the disk"), "cannot read {}: {}", path, std::strerror(errno));
   return text;
 }
 
@@ -86,8 +84,7 @@ int64_t free_disk_bytes(const std::string& path) {
 
 void check_output_is_new(const std::string& folder, std::string_view flag) {
   const bool is_new = !fs::exists(folder) || (fs::is_directory(folder) && fs::is_empty(folder));
-  MARROW_CHECK(is_new, ExitCode::kUsage,
-               Fix(fmt::format("give another path to {}, or remove this one", flag)),
+  MARROW_CHECK(is_new, ExitCode::kUsage, Fix(fmt::format("give another path to {}, or remove this one", flag)),
                "{} exists already; nothing was written", folder);
 }
 
@@ -103,22 +100,18 @@ MappedFile::MappedFile(const std::string& path, ExitCode code) : path_(path) {
   data_ = {static_cast<const std::byte*>(mapped), Unmap{size}};
 }
 
-void MappedFile::Unmap::operator()(const std::byte* data) const {
-  munmap(const_cast<std::byte*>(data), size);
-}
+void MappedFile::Unmap::operator()(const std::byte* data) const { munmap(const_cast<std::byte*>(data), size); }
 
 OutputFile::OutputFile(const std::string& path, bool existing)
     : path_(path), file_(std::fopen(path.c_str(), existing ? "r+e" : "we")) {
-  MARROW_CHECK(file_ != nullptr, ExitCode::kDeviceFault,
-               Fix("check that the folder exists and can be written"), "cannot create {}: {}", path,
-               std::strerror(errno));
+  MARROW_CHECK(file_ != nullptr, ExitCode::kDeviceFault, Fix("check that the folder exists and can be written"),
+               "cannot create {}: {}", path, std::strerror(errno));
 }
 
 void OutputFile::check(bool done, std::string_view what) const {
   MARROW_CHECK(done, ExitCode::kDeviceFault,
                Fix("free space on this disk (or raise its quota), or write to another folder"),
-               "cannot {} {}: {} ({} bytes free)", what, path_, std::strerror(errno),
-               free_disk_bytes(path_));
+               "cannot {} {}: {} ({} bytes free)", what, path_, std::strerror(errno), free_disk_bytes(path_));
 }
 
 void OutputFile::append(std::span<const std::byte> bytes) {
@@ -153,8 +146,7 @@ StagedFolder::StagedFolder(const std::string& folder, int64_t bytes_wanted)
   std::error_code error;
   fs::remove_all(path_, error);
   const int64_t free = free_disk_bytes(path_);
-  MARROW_CHECK(bytes_wanted <= free, ExitCode::kDeviceFault,
-               Fix("free space on this disk, or write to another folder"),
+  MARROW_CHECK(bytes_wanted <= free, ExitCode::kDeviceFault, Fix("free space on this disk, or write to another folder"),
                "{} needs {} bytes, but only {} are free on its disk", folder_, bytes_wanted, free);
   fs::create_directories(path_, error);
   MARROW_CHECK(!error, ExitCode::kDeviceFault, Fix("check the parent folder's permissions"),
@@ -185,9 +177,8 @@ void StagedFolder::publish() {
 
 FileLock::FileLock(const std::string& path, const Fix& fix)
     : descriptor_(open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644)) {
-  MARROW_CHECK(descriptor_ >= 0, ExitCode::kDeviceFault,
-               Fix("check that the folder exists and can be written"), "cannot create {}: {}", path,
-               std::strerror(errno));
+  MARROW_CHECK(descriptor_ >= 0, ExitCode::kDeviceFault, Fix("check that the folder exists and can be written"),
+               "cannot create {}: {}", path, std::strerror(errno));
   if (flock(descriptor_, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return;
   ::close(descriptor_);
   MARROW_THROW(ExitCode::kUsage, fix, "another run holds {}", path);

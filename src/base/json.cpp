@@ -53,25 +53,21 @@ Json Json::parse(std::string_view text, const std::string& origin, ExitCode code
   try {
     document->root = Node::parse(text, note_key);
   } catch (const nlohmann::json::exception& error) {
-    MARROW_THROW(code, Fix("repair or regenerate this JSON file"), "{}: not valid JSON: {}", origin,
-                 error.what());
+    MARROW_THROW(code, Fix("repair or regenerate this JSON file"), "{}: not valid JSON: {}", origin, error.what());
   }
-  MARROW_CHECK(!too_deep, code, Fix("repair or regenerate this JSON file"),
-               "{}: nested more than {} levels deep", origin, kDeepest);
-  MARROW_CHECK(repeated.empty(), code, Fix("remove one of the two entries"),
-               "{}: key {} appears twice in one object", origin, json_quote(repeated));
+  MARROW_CHECK(!too_deep, code, Fix("repair or regenerate this JSON file"), "{}: nested more than {} levels deep",
+               origin, kDeepest);
+  MARROW_CHECK(repeated.empty(), code, Fix("remove one of the two entries"), "{}: key {} appears twice in one object",
+               origin, json_quote(repeated));
   const void* root = &document->root;
   return Json(std::move(document), root, "");
 }
 
-Json Json::read_file(const std::string& path, ExitCode code) {
-  return parse(read_text_file(path, code), path, code);
-}
+Json Json::read_file(const std::string& path, ExitCode code) { return parse(read_text_file(path, code), path, code); }
 
 void Json::expect(bool fits, const char* wanted) const {
   if (!fits) {
-    fail(fmt::format("expected {}, found {}", wanted, dump().substr(0, 60)),
-         Fix(fmt::format("write {}", wanted)));
+    fail(fmt::format("expected {}, found {}", wanted, dump().substr(0, 60)), Fix(fmt::format("write {}", wanted)));
   }
 }
 
@@ -92,8 +88,7 @@ Json Json::at(std::string_view key) const {
   expect(as_node(node_).is_object(), "an object");
   const auto found = as_node(node_).find(std::string(key));
   if (found == as_node(node_).end()) {
-    member(std::string(key), node_)
-        .fail("this key is missing", Fix(fmt::format("add \"{}\" to {}", key, origin())));
+    member(std::string(key), node_).fail("this key is missing", Fix(fmt::format("add \"{}\" to {}", key, origin())));
   }
   return member(std::string(key), &*found);
 }
@@ -140,9 +135,7 @@ std::string Json::as_string() const {
   return as_node(node_).get<std::string>();
 }
 
-std::string Json::dump() const {
-  return as_node(node_).dump(-1, ' ', false, Node::error_handler_t::replace);
-}
+std::string Json::dump() const { return as_node(node_).dump(-1, ' ', false, Node::error_handler_t::replace); }
 
 int64_t Json::int_or(std::string_view key, int64_t fallback) const {
   return has(key) && !at(key).is_null() ? at(key).as_int() : fallback;
@@ -160,8 +153,7 @@ std::string Json::string_or(std::string_view key, const std::string& fallback) c
 const std::string& Json::origin() const { return document_->origin; }
 
 void Json::fail(const std::string& what, const Fix& fix) const {
-  MARROW_THROW(document_->code, fix, "{}: {}{}{}", origin(), path_, path_.empty() ? "" : ": ",
-               what);
+  MARROW_THROW(document_->code, fix, "{}: {}{}{}", origin(), path_, path_.empty() ? "" : ": ", what);
 }
 
 std::string json_number(double value) {

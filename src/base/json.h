@@ -17,8 +17,7 @@ namespace marrow {
 // wanted. Duplicate keys and trailing text are errors.
 class Json {
  public:
-  static Json parse(std::string_view text, const std::string& origin,
-                    ExitCode code = ExitCode::kBadInput);
+  static Json parse(std::string_view text, const std::string& origin, ExitCode code = ExitCode::kBadInput);
   static Json read_file(const std::string& path, ExitCode code = ExitCode::kBadInput);
 
   bool is_array() const;

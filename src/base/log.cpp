@@ -17,9 +17,8 @@ Logger::~Logger() {
 
 void Logger::open_file(const std::string& path) {
   file_ = std::fopen(path.c_str(), "a");
-  MARROW_CHECK(file_ != nullptr, ExitCode::kDeviceFault,
-               Fix("check that the folder [log] dir can be written"), "cannot open {}: {}", path,
-               std::strerror(errno));
+  MARROW_CHECK(file_ != nullptr, ExitCode::kDeviceFault, Fix("check that the folder [log] dir can be written"),
+               "cannot open {}: {}", path, std::strerror(errno));
 }
 
 void Logger::write(std::string_view line, bool show) {

@@ -5,8 +5,8 @@
 namespace marrow {
 
 BatchLoader::BatchLoader(Options options) : options_(std::move(options)) {
-  MARROW_CHECK(!options_.sources.empty(), ExitCode::kUsage,
-               Fix("list at least one corpus prefix in data.train"), "no corpus is given");
+  MARROW_CHECK(!options_.sources.empty(), ExitCode::kUsage, Fix("list at least one corpus prefix in data.train"),
+               "no corpus is given");
   std::vector<double> weights;
   for (const CorpusWeight& source : options_.sources) {
     corpora_.emplace_back(source.path);
@@ -21,13 +21,11 @@ void BatchLoader::check_sources() const {
                "seq_len is {}, expected at least 1", options_.seq_len);
   const IndexedCorpus* known = nullptr;  // the first whose tokenizer is known
   for (const IndexedCorpus& corpus : corpora_) {
-    MARROW_CHECK(
-        corpus.tokens() > options_.seq_len, ExitCode::kBadInput,
-        Fix("leave it out of the config, lower data.seq_len, or tokenize more text into it"),
-        "corpus {} has {} documents and {} tokens, too few for one sample of seq_len {} "
-        "and its last target: {} are needed",
-        corpus.prefix(), corpus.documents(), corpus.tokens(), options_.seq_len,
-        options_.seq_len + 1);
+    MARROW_CHECK(corpus.tokens() > options_.seq_len, ExitCode::kBadInput,
+                 Fix("leave it out of the config, lower data.seq_len, or tokenize more text into it"),
+                 "corpus {} has {} documents and {} tokens, too few for one sample of seq_len {} "
+                 "and its last target: {} are needed",
+                 corpus.prefix(), corpus.documents(), corpus.tokens(), options_.seq_len, options_.seq_len + 1);
     if (!corpus.info()) continue;
     const CorpusInfo& info = *corpus.info();
     MARROW_CHECK(info.vocab_size <= options_.vocab_size, ExitCode::kBadInput,
@@ -39,9 +37,8 @@ void BatchLoader::check_sources() const {
     if (known == nullptr) known = &corpus;
     MARROW_CHECK(info.tokenizer_hash == known->info()->tokenizer_hash, ExitCode::kBadInput,
                  Fix("tokenize all corpora of a run with one tokenizer"),
-                 "corpus {} was tokenized with {} (hash {}), but {} with {} (hash {})",
-                 corpus.prefix(), info.tokenizer, info.tokenizer_hash, known->prefix(),
-                 known->info()->tokenizer, known->info()->tokenizer_hash);
+                 "corpus {} was tokenized with {} (hash {}), but {} with {} (hash {})", corpus.prefix(), info.tokenizer,
+                 info.tokenizer_hash, known->prefix(), known->info()->tokenizer, known->info()->tokenizer_hash);
   }
 }
 
@@ -67,20 +64,16 @@ SequenceBatch BatchLoader::load(int64_t first, int64_t count) const {
     const int64_t epoch_size = samples_per_epoch(static_cast<size_t>(source));
     const int64_t epoch = drawn / epoch_size, index = drawn % epoch_size;
     const int64_t sample =
-        options_.shuffle
-            ? Permutation(epoch_size, permutation_key(options_.seed, source, epoch))(index)
-            : index;
+        options_.shuffle ? Permutation(epoch_size, permutation_key(options_.seed, source, epoch))(index) : index;
     fill(corpora_[static_cast<size_t>(source)], sample, i, batch);
   }
   return batch;
 }
 
-void BatchLoader::fill(const IndexedCorpus& corpus, int64_t sample, int64_t sequence,
-                       SequenceBatch& batch) const {
+void BatchLoader::fill(const IndexedCorpus& corpus, int64_t sample, int64_t sequence, SequenceBatch& batch) const {
   const int64_t length = options_.seq_len, first = sample * length;
   const auto row = [&](std::vector<int32_t>& values) {
-    return std::span(values).subspan(static_cast<size_t>(sequence * length),
-                                     static_cast<size_t>(length));
+    return std::span(values).subspan(static_cast<size_t>(sequence * length), static_cast<size_t>(length));
   };
   const std::span<int32_t> tokens = row(batch.tokens), targets = row(batch.targets);
   corpus.read(first, tokens, options_.vocab_size);
@@ -92,8 +85,7 @@ void BatchLoader::fill(const IndexedCorpus& corpus, int64_t sample, int64_t sequ
     const int64_t begin = corpus.document_begin(d) - first;
     if (begin > length) break;
     targets[static_cast<size_t>(begin - 1)] = -1;
-    std::ranges::fill(row(batch.document_start).subspan(static_cast<size_t>(begin)),
-                      static_cast<int32_t>(begin));
+    std::ranges::fill(row(batch.document_start).subspan(static_cast<size_t>(begin)), static_cast<int32_t>(begin));
   }
 }
 
@@ -101,11 +93,10 @@ std::string BatchLoader::fingerprint() const {
   std::string text;
   for (size_t k = 0; k < corpora_.size(); ++k) {
     const IndexedCorpus& corpus = corpora_[k];
-    text += fmt::format(
-        "{}{} documents, {} tokens, dtype {}, tokenizer {}, content {}, share {}/{}",
-        k == 0 ? "" : "; ", corpus.documents(), corpus.tokens(), corpus.dtype_code(),
-        corpus.info() ? corpus.info()->tokenizer_hash : "unknown", corpus.content_hash(),
-        blend_.per_period(static_cast<int64_t>(k)), blend_.period());
+    text += fmt::format("{}{} documents, {} tokens, dtype {}, tokenizer {}, content {}, share {}/{}",
+                        k == 0 ? "" : "; ", corpus.documents(), corpus.tokens(), corpus.dtype_code(),
+                        corpus.info() ? corpus.info()->tokenizer_hash : "unknown", corpus.content_hash(),
+                        blend_.per_period(static_cast<int64_t>(k)), blend_.period());
   }
   return text;
 }

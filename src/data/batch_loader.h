@@ -57,8 +57,7 @@ class BatchLoader {
 
  private:
   void check_sources() const;
-  void fill(const IndexedCorpus& corpus, int64_t sample, int64_t sequence,
-            SequenceBatch& batch) const;
+  void fill(const IndexedCorpus& corpus, int64_t sample, int64_t sequence, SequenceBatch& batch) const;
 
   Options options_;
   std::vector<IndexedCorpus> corpora_;  // [sources]

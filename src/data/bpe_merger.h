@@ -73,8 +73,7 @@ class BpeMerger {
 
   // Where the pair is in table_, or would be.
   size_t slot_of(int32_t left, int32_t right) const {
-    const uint64_t pair =
-        uint64_t{static_cast<uint32_t>(left)} << 32 | static_cast<uint32_t>(right);
+    const uint64_t pair = uint64_t{static_cast<uint32_t>(left)} << 32 | static_cast<uint32_t>(right);
     size_t at = pair * 0x9e3779b97f4a7c15U >> 20;
     for (;; ++at) {
       const Entry& entry = table_[at &= table_.size() - 1];

@@ -28,21 +28,19 @@ void CorpusWriter::Output::flush() {
 uint8_t corpus_dtype_code(int64_t vocab_size) { return vocab_size <= 65536 ? 8 : 4; }
 
 CorpusWriter::CorpusWriter(std::string prefix, CorpusInfo info, bool overwrite)
-    : prefix_(std::move(prefix)),
-      info_(std::move(info)),
-      width_(corpus_dtype_code(info_.vocab_size) == 8 ? 2 : 4) {
+    : prefix_(std::move(prefix)), info_(std::move(info)), width_(corpus_dtype_code(info_.vocab_size) == 8 ? 2 : 4) {
   const fs::path folder = fs::path(prefix_).parent_path();
   MARROW_CHECK(!fs::path(prefix_).filename().empty(), ExitCode::kUsage,
-               Fix("give --output a file name prefix, such as data/corpus"),
-               "output prefix \"{}\" names no file", prefix_);
+               Fix("give --output a file name prefix, such as data/corpus"), "output prefix \"{}\" names no file",
+               prefix_);
   std::error_code error;
   if (!folder.empty()) fs::create_directories(folder, error);
-  MARROW_CHECK(!error, ExitCode::kUsage, Fix("choose another --output"),
-               "cannot create folder {}: {}", folder.string(), error.message());
+  MARROW_CHECK(!error, ExitCode::kUsage, Fix("choose another --output"), "cannot create folder {}: {}", folder.string(),
+               error.message());
   for (const char* suffix : {".idx", ".bin", ".json"}) {
     MARROW_CHECK(overwrite || !fs::exists(prefix_ + suffix), ExitCode::kUsage,
-                 Fix("add --overwrite to replace it, or choose another --output"),
-                 "output {}{} exists already", prefix_, suffix);
+                 Fix("add --overwrite to replace it, or choose another --output"), "output {}{} exists already",
+                 prefix_, suffix);
   }
   lock_.emplace(prefix_ + ".bin.tmp", Fix("wait for the other run, or choose another --output"));
   bin_.emplace(prefix_ + ".bin.tmp");
@@ -64,8 +62,8 @@ void CorpusWriter::append(std::span<const int32_t> ids, std::span<const int32_t>
   }
   MARROW_CHECK(lowest >= 0 && highest < info_.vocab_size, ExitCode::kDeviceFault,
                Fix("report this tokenizer.json: its ids do not fit its vocabulary"),
-               "tokenizer {} gave ids in [{}, {}], its vocabulary has {}", info_.tokenizer, lowest,
-               highest, info_.vocab_size);
+               "tokenizer {} gave ids in [{}, {}], its vocabulary has {}", info_.tokenizer, lowest, highest,
+               info_.vocab_size);
   const std::vector<uint16_t> narrow(ids.begin(), width_ == 2 ? ids.end() : ids.begin());
   bin_->append(width_ == 2 ? std::as_bytes(std::span(narrow)) : std::as_bytes(ids));
   idx_->append(std::as_bytes(lengths));
@@ -87,9 +85,7 @@ void CorpusWriter::write_index_tail() {
   for (int64_t i = 0; i <= documents_; ++i) idx_->put(i);
   idx_->flush();
   std::array<std::byte, kIndexHeaderBytes> header;
-  const auto set = [&](size_t at, const auto& value) {
-    std::memcpy(header.data() + at, &value, sizeof value);
-  };
+  const auto set = [&](size_t at, const auto& value) { std::memcpy(header.data() + at, &value, sizeof value); };
   std::memcpy(header.data(), kIndexMagic.data(), kIndexMagic.size());
   set(9, uint64_t{1});
   set(17, corpus_dtype_code(info_.vocab_size));

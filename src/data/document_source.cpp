@@ -21,9 +21,7 @@ bool is_json_lines(std::string_view path) {
   return path.ends_with(".jsonl") || path.ends_with(".jsonl.gz") || path.ends_with(".jsonl.zst");
 }
 
-int64_t count_lines(std::string_view text) {
-  return static_cast<int64_t>(std::count(text.begin(), text.end(), '\n'));
-}
+int64_t count_lines(std::string_view text) { return static_cast<int64_t>(std::count(text.begin(), text.end(), '\n')); }
 
 void list_folder(const std::string& folder, std::vector<std::string>& files) {
   const size_t before = files.size();
@@ -35,8 +33,8 @@ void list_folder(const std::string& folder, std::vector<std::string>& files) {
     if (hidden && entry->is_directory(ignored)) entry.disable_recursion_pending();
     if (!hidden && entry->is_regular_file(ignored)) files.push_back(entry->path().string());
   }
-  MARROW_CHECK(!error, ExitCode::kUsage, Fix("check the folder's permissions"),
-               "cannot list folder {}: {}", folder, error.message());
+  MARROW_CHECK(!error, ExitCode::kUsage, Fix("check the folder's permissions"), "cannot list folder {}: {}", folder,
+               error.message());
   MARROW_CHECK(files.size() > before, ExitCode::kUsage, Fix("give --input a folder with files"),
                "folder {} holds no file", folder);
   std::sort(files.begin() + static_cast<ptrdiff_t>(before), files.end());
@@ -65,8 +63,8 @@ JsonField read_line(std::string_view line, const std::string& name, RegexScratch
 }  // namespace
 
 std::string_view fault_name(InputFault fault) {
-  constexpr std::array<std::string_view, kInputFaults> kNames = {
-      "invalid UTF-8", "empty document", "not JSON", "missing field", "too long", "damaged file"};
+  constexpr std::array<std::string_view, kInputFaults> kNames = {"invalid UTF-8", "empty document", "not JSON",
+                                                                 "missing field", "too long",       "damaged file"};
   return kNames[static_cast<size_t>(fault)];
 }
 
@@ -146,11 +144,10 @@ class ByteReader {
   std::string damage_;
 };
 
-DocumentSource::DocumentSource(const std::vector<std::string>& inputs, const Limits& limits)
-    : limits_(limits) {
+DocumentSource::DocumentSource(const std::vector<std::string>& inputs, const Limits& limits) : limits_(limits) {
   for (const std::string& input : inputs) {
-    MARROW_CHECK(fs::exists(input), ExitCode::kUsage, Fix("check the path given to --input"),
-                 "input {} does not exist", input);
+    MARROW_CHECK(fs::exists(input), ExitCode::kUsage, Fix("check the path given to --input"), "input {} does not exist",
+                 input);
     fs::is_directory(input) ? list_folder(input, files_) : files_.push_back(input);
   }
   for (const std::string& file : files_) {
@@ -190,8 +187,7 @@ void DocumentSource::fill(InputBlock& block) {
   const auto step = [&] {
     // Most text files are small: zero-filling a whole block for each would tell.
     constexpr int64_t kFirst = int64_t{32} << 10, kLargest = int64_t{1} << 24;
-    return block.json_lines ? limits_.block_bytes
-                            : std::clamp(static_cast<int64_t>(text.size()), kFirst, kLargest);
+    return block.json_lines ? limits_.block_bytes : std::clamp(static_cast<int64_t>(text.size()), kFirst, kLargest);
   };
   while (reader_->append(text, step())) {
     const std::string_view fresh = std::string_view(text).substr(searched);
@@ -204,8 +200,7 @@ void DocumentSource::fill(InputBlock& block) {
       return;
     }
     if (static_cast<int64_t>(text.size()) > limits_.document_bytes) {
-      block.fault = BadInput{InputFault::kTooLong, line_,
-                             fmt::format("more than {} bytes", limits_.document_bytes)};
+      block.fault = BadInput{InputFault::kTooLong, line_, fmt::format("more than {} bytes", limits_.document_bytes)};
       if (!block.json_lines) break;
     }
     if (block.fault) text.clear();

@@ -38,38 +38,32 @@ T load(std::span<const std::byte> bytes, int64_t offset) {
 }
 
 uint32_t checksum(uint32_t sum, std::span<const std::byte> bytes) {
-  return static_cast<uint32_t>(
-      crc32_z(sum, reinterpret_cast<const Bytef*>(bytes.data()), bytes.size()));
+  return static_cast<uint32_t>(crc32_z(sum, reinterpret_cast<const Bytef*>(bytes.data()), bytes.size()));
 }
 
 }  // namespace
 
 IndexedCorpus::IndexedCorpus(const std::string& prefix)
-    : prefix_(prefix),
-      idx_(prefix + ".idx", ExitCode::kUsage),
-      bin_(prefix + ".bin", ExitCode::kUsage) {
+    : prefix_(prefix), idx_(prefix + ".idx", ExitCode::kUsage), bin_(prefix + ".bin", ExitCode::kUsage) {
   check_header();
   check_sequences();
   check_documents();
   read_info();
 }
 
-int64_t IndexedCorpus::index_int64(int64_t byte_offset) const {
-  return load<int64_t>(idx_.bytes(), byte_offset);
-}
+int64_t IndexedCorpus::index_int64(int64_t byte_offset) const { return load<int64_t>(idx_.bytes(), byte_offset); }
 
 void IndexedCorpus::check_header() {
   const std::span<const std::byte> idx = idx_.bytes();
   const auto size = static_cast<int64_t>(idx.size());
   const std::string& path = idx_.path();
-  MARROW_CHECK(size >= kIndexHeaderBytes, ExitCode::kBadInput, rebuild(),
-               "{}: {} bytes, its header alone takes {}", path, size, kIndexHeaderBytes);
-  MARROW_CHECK(std::memcmp(idx.data(), kIndexMagic.data(), kIndexMagic.size()) == 0,
-               ExitCode::kBadInput, rebuild(), "{}: begins with {}, expected {}", path,
-               json_quote({reinterpret_cast<const char*>(idx.data()), kIndexMagic.size()}),
-               json_quote(kIndexMagic));
-  MARROW_CHECK(index_int64(9) == 1, ExitCode::kBadInput, rebuild(),
-               "{}: format version {}, expected 1", path, load<uint64_t>(idx, 9));
+  MARROW_CHECK(size >= kIndexHeaderBytes, ExitCode::kBadInput, rebuild(), "{}: {} bytes, its header alone takes {}",
+               path, size, kIndexHeaderBytes);
+  MARROW_CHECK(std::memcmp(idx.data(), kIndexMagic.data(), kIndexMagic.size()) == 0, ExitCode::kBadInput, rebuild(),
+               "{}: begins with {}, expected {}", path,
+               json_quote({reinterpret_cast<const char*>(idx.data()), kIndexMagic.size()}), json_quote(kIndexMagic));
+  MARROW_CHECK(index_int64(9) == 1, ExitCode::kBadInput, rebuild(), "{}: format version {}, expected 1", path,
+               load<uint64_t>(idx, 9));
   dtype_code_ = load<uint8_t>(idx, 17);
   const bool known = visit_dtype(dtype_code_, [this](auto zero) { width_ = sizeof zero; });
   MARROW_CHECK(known, ExitCode::kBadInput, rebuild(),
@@ -79,8 +73,8 @@ void IndexedCorpus::check_header() {
   const auto sequences = load<uint64_t>(idx, 18), indices = load<uint64_t>(idx, 26);
   // Each sequence takes 12 bytes and each document index 8: bounds that cannot overflow.
   const auto room = static_cast<uint64_t>(size - kIndexHeaderBytes);
-  const bool fits = sequences <= room / 12 && indices <= room / 8 && indices >= 1 &&
-                    sequences * 12 + indices * 8 == room;
+  const bool fits =
+      sequences <= room / 12 && indices <= room / 8 && indices >= 1 && sequences * 12 + indices * 8 == room;
   MARROW_CHECK(fits, ExitCode::kBadInput, rebuild(),
                "{}: {} sequences and {} document indices need 12 and 8 bytes each after the header "
                "of {}, but the file has {} bytes",
@@ -95,19 +89,16 @@ void IndexedCorpus::check_sequences() {
   for (int64_t i = 0; i < sequences_; ++i) {
     const auto length = load<int32_t>(idx_.bytes(), kIndexHeaderBytes + i * 4);
     const int64_t stored = index_int64(kIndexHeaderBytes + sequences_ * 4 + i * 8);
-    MARROW_CHECK(length >= 0, ExitCode::kBadInput, rebuild(), "{}: sequence {} has length {}",
-                 idx_.path(), i, length);
+    MARROW_CHECK(length >= 0, ExitCode::kBadInput, rebuild(), "{}: sequence {} has length {}", idx_.path(), i, length);
     MARROW_CHECK(stored == offset, ExitCode::kBadInput, rebuild(),
-                 "{}: sequence {} begins at byte {}, those before it end at {}", idx_.path(), i,
-                 stored, offset);
+                 "{}: sequence {} begins at byte {}, those before it end at {}", idx_.path(), i, stored, offset);
     offset += length * width_;  // no overflow: bounded by the next line
     MARROW_CHECK(offset <= bin_size, ExitCode::kBadInput, rebuild(),
-                 "{}: sequence {} ends at byte {}, but {} has {} bytes", idx_.path(), i, offset,
-                 bin_.path(), bin_size);
+                 "{}: sequence {} ends at byte {}, but {} has {} bytes", idx_.path(), i, offset, bin_.path(), bin_size);
   }
   MARROW_CHECK(offset == bin_size, ExitCode::kBadInput, rebuild(),
-               "{}: its {} sequences of {}-byte tokens take {} bytes, but {} has {}", idx_.path(),
-               sequences_, width_, offset, bin_.path(), bin_size);
+               "{}: its {} sequences of {}-byte tokens take {} bytes, but {} has {}", idx_.path(), sequences_, width_,
+               offset, bin_.path(), bin_size);
   tokens_ = bin_size / width_;
 }
 
@@ -118,8 +109,7 @@ void IndexedCorpus::check_documents() const {
     const int64_t lowest = d == documents_ ? sequences_ : previous;
     const int64_t highest = d == 0 ? 0 : sequences_;
     MARROW_CHECK(first >= lowest && first <= highest, ExitCode::kBadInput, rebuild(),
-                 "{}: document index {} is {}, expected {} to {}", idx_.path(), d, first, lowest,
-                 highest);
+                 "{}: document index {} is {}, expected {} to {}", idx_.path(), d, first, lowest, highest);
     previous = first;
   }
 }
@@ -127,16 +117,14 @@ void IndexedCorpus::check_documents() const {
 void IndexedCorpus::read_info() {
   const std::string path = prefix_ + ".json";
   if (!std::filesystem::exists(path)) {
-    warning_ = fmt::format(
-        "corpus {} has no {}: its tokenizer is unknown, only the range of its ids can be checked",
-        prefix_, path);
+    warning_ = fmt::format("corpus {} has no {}: its tokenizer is unknown, only the range of its ids can be checked",
+                           prefix_, path);
     return;
   }
   const Json json = Json::read_file(path);
   const auto check = [&](const char* key, int64_t found) {
-    MARROW_CHECK(json.at(key).as_int() == found, ExitCode::kBadInput, rebuild(),
-                 "{}: \"{}\" is {}, but {} holds {}", path, key, json.at(key).as_int(), idx_.path(),
-                 found);
+    MARROW_CHECK(json.at(key).as_int() == found, ExitCode::kBadInput, rebuild(), "{}: \"{}\" is {}, but {} holds {}",
+                 path, key, json.at(key).as_int(), idx_.path(), found);
   };
   check("documents", documents_);
   check("tokens", tokens_);
@@ -149,21 +137,19 @@ void IndexedCorpus::read_info() {
   }
   const uint8_t code = corpus_dtype_code(info.vocab_size);
   MARROW_CHECK(dtype_code_ == code, ExitCode::kBadInput, rebuild(),
-               "{}: dtype code {}, but \"vocab_size\" {} in {} wants {}", idx_.path(), dtype_code_,
-               info.vocab_size, path, code);
+               "{}: dtype code {}, but \"vocab_size\" {} in {} wants {}", idx_.path(), dtype_code_, info.vocab_size,
+               path, code);
 }
 
 void IndexedCorpus::read(int64_t first, std::span<int32_t> out, int64_t vocab_size) const {
   const auto count = static_cast<int64_t>(out.size());
   MARROW_CHECK(first >= 0 && count <= tokens_ && first <= tokens_ - count, ExitCode::kUsage,
-               Fix("read inside the corpus"), "corpus {}: tokens [{}, {}) of {}", prefix_, first,
-               first + count, tokens_);
+               Fix("read inside the corpus"), "corpus {}: tokens [{}, {}) of {}", prefix_, first, first + count,
+               tokens_);
   visit_dtype(dtype_code_, [&](auto stored) {
     const std::byte* const from = bin_.bytes().data() + first * width_;
     auto lowest = stored, highest = stored;
-    const auto fetch = [&](size_t i) {
-      std::memcpy(&stored, from + i * sizeof stored, sizeof stored);
-    };
+    const auto fetch = [&](size_t i) { std::memcpy(&stored, from + i * sizeof stored, sizeof stored); };
     for (size_t i = 0; i < out.size(); ++i) {
       fetch(i);
       lowest = std::min(lowest, stored);

@@ -45,8 +45,7 @@ std::string what_is_wrong(std::string_view line) {
 }  // namespace
 
 JsonField find_json_string(std::string_view line, std::string_view field, RegexScratch& scratch) {
-  static const Regex whole("(?x) \\A (?&space) (?&value) (?&space) \\z" + kGrammar,
-                           Regex::Unit::kBytes);
+  static const Regex whole("(?x) \\A (?&space) (?&value) (?&space) \\z" + kGrammar, Regex::Unit::kBytes);
   static const Regex member(
       "(?x) \\G [{,] (?&space) (?<key> (?&string) ) (?&space) : (?&space) (?<text> (?&value) ) "
       "(?&space)" +
@@ -58,8 +57,7 @@ JsonField find_json_string(std::string_view line, std::string_view field, RegexS
     return {InputFault::kNotJson, "it is nested too deeply"};
   }
   std::optional<std::string_view> literal;
-  for (size_t at = line.find_first_not_of(" \t\r\n"); member.find(line, at, scratch);
-       at = scratch.end()) {
+  for (size_t at = line.find_first_not_of(" \t\r\n"); member.find(line, at, scratch); at = scratch.end()) {
     const auto group = [&](size_t index) {
       return line.substr(scratch.begin(index), scratch.end(index) - scratch.begin(index));
     };

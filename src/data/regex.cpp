@@ -29,12 +29,8 @@ RegexScratch::RegexScratch()
   pcre2_jit_stack_assign(context_.get(), nullptr, stack_.get());
 }
 
-size_t RegexScratch::begin(size_t group) const {
-  return pcre2_get_ovector_pointer(match_.get())[2 * group];
-}
-size_t RegexScratch::end(size_t group) const {
-  return pcre2_get_ovector_pointer(match_.get())[2 * group + 1];
-}
+size_t RegexScratch::begin(size_t group) const { return pcre2_get_ovector_pointer(match_.get())[2 * group]; }
+size_t RegexScratch::end(size_t group) const { return pcre2_get_ovector_pointer(match_.get())[2 * group + 1]; }
 
 Regex::Regex(std::string_view pattern, Unit unit) {
   const std::unique_ptr<pcre2_compile_context, decltype(&pcre2_compile_context_free)> context(
@@ -58,16 +54,15 @@ bool Regex::matches_empty() const {
 
 bool Regex::find(std::string_view text, size_t from, RegexScratch& scratch) const {
   const auto* const subject = reinterpret_cast<PCRE2_SPTR>(text.data());
-  int result = pcre2_jit_match(code_.get(), subject, text.size(), from, 0, scratch.match_.get(),
-                               scratch.context_.get());
+  int result =
+      pcre2_jit_match(code_.get(), subject, text.size(), from, 0, scratch.match_.get(), scratch.context_.get());
   if (result == PCRE2_ERROR_JIT_BADOPTION) {  // this machine allows no new machine code
-    result = pcre2_match(code_.get(), subject, text.size(), from, PCRE2_NO_UTF_CHECK,
-                         scratch.match_.get(), scratch.context_.get());
+    result = pcre2_match(code_.get(), subject, text.size(), from, PCRE2_NO_UTF_CHECK, scratch.match_.get(),
+                         scratch.context_.get());
   }
   MARROW_CHECK(result >= 0 || result == PCRE2_ERROR_NOMATCH, ExitCode::kBadInput,
                Fix("split the document: its text needs too much backtracking"),
-               "matching a regular expression in {} bytes, from byte {}: {}", text.size(), from,
-               error_text(result));
+               "matching a regular expression in {} bytes, from byte {}: {}", text.size(), from, error_text(result));
   return result >= 0;
 }
 

@@ -32,8 +32,7 @@ uint64_t permutation_key(int64_t seed, int64_t source, int64_t epoch) {
   return mix(key ^ (static_cast<uint64_t>(epoch) + 0x8CB92BA72F3D8DD7u));
 }
 
-Permutation::Permutation(int64_t size, uint64_t key)
-    : size_(static_cast<uint64_t>(size)), key_(key) {
+Permutation::Permutation(int64_t size, uint64_t key) : size_(static_cast<uint64_t>(size)), key_(key) {
   rows_ = static_cast<uint64_t>(std::ceil(std::sqrt(static_cast<double>(size))));
   columns_ = (size_ + rows_ - 1) / rows_;
 }
@@ -66,8 +65,8 @@ Blend::Blend(const std::vector<double>& weights) {
     shares.push_back(weight / sum);
     MARROW_CHECK(shares.back() * kMaxPeriod >= 1, ExitCode::kUsage,
                  Fix("raise this weight in data.train, or leave the corpus out"),
-                 "weight {} is a share of {} of all weights, below the smallest possible, 1/{}",
-                 weight, shares.back(), kMaxPeriod);
+                 "weight {} is a share of {} of all weights, below the smallest possible, 1/{}", weight, shares.back(),
+                 kMaxPeriod);
   }
   if (shares.size() < 2) {
     counts_.assign(shares.size(), 1);

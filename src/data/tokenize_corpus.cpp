@@ -40,8 +40,7 @@ class Pipeline {
                 {.tokenizer = tokenizer.name(),
                  .tokenizer_hash = tokenizer.hash(),
                  .vocab_size = tokenizer.vocab_size(),
-                 .end_of_document =
-                     options.append_end_of_document ? tokenizer.end_of_document() : std::nullopt},
+                 .end_of_document = options.append_end_of_document ? tokenizer.end_of_document() : std::nullopt},
                 options.overwrite) {}
 
   TokenizeResult run() {
@@ -53,8 +52,7 @@ class Pipeline {
       work();
     }
     if (failure_) std::rethrow_exception(failure_);
-    MARROW_CHECK(result_.documents > 0, ExitCode::kBadInput,
-                 Fix("give --input text, or the right --field"),
+    MARROW_CHECK(result_.documents > 0, ExitCode::kBadInput, Fix("give --input text, or the right --field"),
                  "the input holds no document ({} were skipped)", result_.skipped);
     writer_.finish();
     result_.seconds = seconds();
@@ -102,8 +100,7 @@ class Pipeline {
       if (options_.append_end_of_document) out.ids.push_back(*tokenizer_.end_of_document());
       const size_t length = out.ids.size() - before;
       MARROW_CHECK(length <= INT32_MAX, ExitCode::kBadInput, Fix("split this document"),
-                   "{}: a document of {} tokens, the format's limit is {}", block.path, length,
-                   INT32_MAX);
+                   "{}: a document of {} tokens, the format's limit is {}", block.path, length, INT32_MAX);
       out.lengths.push_back(static_cast<int32_t>(length));
       out.bytes += static_cast<int64_t>(document.text.size());
     });
@@ -119,10 +116,9 @@ class Pipeline {
       bytes_in_flight_ -= next->second.block_bytes;
       finished_.erase(next);
     }
-    MARROW_CHECK(!options_.stop || !options_.stop(), ExitCode::kDeviceFault,
-                 Fix("run the command again"),
-                 "interrupted by a signal after {} documents; nothing was written under {}",
-                 result_.documents, options_.output);
+    MARROW_CHECK(!options_.stop || !options_.stop(), ExitCode::kDeviceFault, Fix("run the command again"),
+                 "interrupted by a signal after {} documents; nothing was written under {}", result_.documents,
+                 options_.output);
     room_.notify_all();
     show_progress();
   }
@@ -138,13 +134,12 @@ class Pipeline {
   void count_fault(const std::string& path, const BadInput& fault) {
     const std::string_view kind = fault_name(fault.fault);
     MARROW_CHECK(options_.skip_faults, ExitCode::kBadInput,
-                 Fix("repair this input, or add --on-error skip to leave such documents out"),
-                 "{}:{}: {}: {}", path, fault.line, kind, fault.detail);
+                 Fix("repair this input, or add --on-error skip to leave such documents out"), "{}:{}: {}: {}", path,
+                 fault.line, kind, fault.detail);
     ++result_.faults[static_cast<size_t>(fault.fault)];
     if (++result_.skipped > kWarnings) return;
     const char* const last = result_.skipped < kWarnings ? "" : " (further ones are only counted)";
-    logger_.warn(
-        fmt::format("{}:{}: skipped, {}: {}{}", path, fault.line, kind, fault.detail, last));
+    logger_.warn(fmt::format("{}:{}: skipped, {}: {}{}", path, fault.line, kind, fault.detail, last));
   }
 
   void show_progress() {
@@ -154,9 +149,9 @@ class Pipeline {
     const auto total = static_cast<double>(std::max<int64_t>(source_.disk_bytes(), 1));
     const double share = std::min(1.0, static_cast<double>(disk_bytes_read_) / total);
     const double megabytes = static_cast<double>(result_.bytes) / 1e6;
-    logger_.progress(fmt::format(
-        "tokenize {:5.1f}%  {} documents  {:.1f} MB  {:.1f} MB/s  {:.0f} s left", 100 * share,
-        result_.documents, megabytes, megabytes / now, now * (1 - share) / std::max(share, 1e-3)));
+    logger_.progress(fmt::format("tokenize {:5.1f}%  {} documents  {:.1f} MB  {:.1f} MB/s  {:.0f} s left", 100 * share,
+                                 result_.documents, megabytes, megabytes / now,
+                                 now * (1 - share) / std::max(share, 1e-3)));
   }
 
   void report_skipped() {
@@ -164,8 +159,7 @@ class Pipeline {
     std::string line = fmt::format("skipped {} inputs:", result_.skipped);
     for (size_t kind = 0; kind < kInputFaults; ++kind) {
       if (result_.faults[kind] == 0) continue;
-      line +=
-          fmt::format(" {} {};", result_.faults[kind], fault_name(static_cast<InputFault>(kind)));
+      line += fmt::format(" {} {};", result_.faults[kind], fault_name(static_cast<InputFault>(kind)));
     }
     line.pop_back();
     logger_.warn(line);
@@ -193,11 +187,10 @@ class Pipeline {
 
 }  // namespace
 
-TokenizeResult tokenize_corpus(const TokenizeOptions& options, const Tokenizer& tokenizer,
-                               Logger& logger) {
+TokenizeResult tokenize_corpus(const TokenizeOptions& options, const Tokenizer& tokenizer, Logger& logger) {
   MARROW_CHECK(!options.append_end_of_document || tokenizer.end_of_document(), ExitCode::kUsage,
-               Fix("name it by --eod-id ID, or leave it out by --no-eod"),
-               "tokenizer {} has no end-of-document token", tokenizer.name());
+               Fix("name it by --eod-id ID, or leave it out by --no-eod"), "tokenizer {} has no end-of-document token",
+               tokenizer.name());
   return Pipeline(options, tokenizer, logger).run();
 }
 

@@ -16,8 +16,7 @@ struct TokenizeOptions {
   std::vector<std::string> inputs;
   std::string output;          // prefix
   std::string field = "text";  // of JSON lines
-  bool skip_faults =
-      false;  // inputs that give no document are counted, else the first ends the run
+  bool skip_faults = false;    // inputs that give no document are counted, else the first ends the run
   bool overwrite = false;
   bool append_end_of_document = true;
   int64_t workers = 0;  // threads; 0 = one per core
@@ -38,7 +37,6 @@ struct TokenizeResult {
 // size: 64 MiB of text in flight and its tokens, or about nine times the largest document. Nothing
 // appears under the output's names unless all went well. Faults of the input are told with
 // file:line: the first as an Error (kBadInput), or under skip_faults the first ten as warnings.
-TokenizeResult tokenize_corpus(const TokenizeOptions& options, const Tokenizer& tokenizer,
-                               Logger& logger);
+TokenizeResult tokenize_corpus(const TokenizeOptions& options, const Tokenizer& tokenizer, Logger& logger);
 
 }  // namespace marrow

@@ -58,8 +58,7 @@ class AddedTokens {
   void split(std::string_view text, bool special_tokens, Plain&& plain, Token&& token) const {
     size_t done = 0;
     for (size_t at = 0; at < text.size();) {
-      const AddedToken* found =
-          starts_[static_cast<uint8_t>(text[at])] ? find(text.substr(at)) : nullptr;
+      const AddedToken* found = starts_[static_cast<uint8_t>(text[at])] ? find(text.substr(at)) : nullptr;
       const size_t begin = at;
       at += found == nullptr ? 1 : found->content.size();
       if (found == nullptr || (found->special && !special_tokens)) continue;
@@ -87,8 +86,7 @@ class AddedTokens {
 
 class BpeTokenizer final : public Tokenizer {
  public:
-  BpeTokenizer(TokenizerSpec spec, std::string path, std::string hash,
-               const TokenizerOptions& options)
+  BpeTokenizer(TokenizerSpec spec, std::string path, std::string hash, const TokenizerOptions& options)
       : path_(std::move(path)),
         hash_(std::move(hash)),
         special_tokens_(options.special_tokens),
@@ -102,10 +100,10 @@ class BpeTokenizer final : public Tokenizer {
       (token.normalized ? normalized_tokens_ : raw_tokens_).add(token);
     }
     if (!end_of_document_) end_of_document_ = read_end_of_document(spec, path_);
-    MARROW_CHECK(!end_of_document_ || (*end_of_document_ >= 0 && *end_of_document_ < vocab_size()),
-                 ExitCode::kUsage, Fix("give --eod-id an id of this tokenizer"),
-                 "{}: end-of-document id {} is outside of the vocabulary of {} ids", path_,
-                 *end_of_document_, vocab_size());
+    MARROW_CHECK(!end_of_document_ || (*end_of_document_ >= 0 && *end_of_document_ < vocab_size()), ExitCode::kUsage,
+                 Fix("give --eod-id an id of this tokenizer"),
+                 "{}: end-of-document id {} is outside of the vocabulary of {} ids", path_, *end_of_document_,
+                 vocab_size());
   }
 
   int64_t vocab_size() const override { return static_cast<int64_t>(texts_.size()); }
@@ -115,8 +113,7 @@ class BpeTokenizer final : public Tokenizer {
 
   void encode(std::string_view text, std::vector<int32_t>& ids) const override {
     const size_t valid = valid_utf8_length(text);
-    MARROW_CHECK(valid == text.size(), ExitCode::kBadInput,
-                 Fix("repair the text, or tokenize with --on-error skip"),
+    MARROW_CHECK(valid == text.size(), ExitCode::kBadInput, Fix("repair the text, or tokenize with --on-error skip"),
                  "text for {} is not valid UTF-8: byte {:#04x} at offset {} of {}", path_,
                  static_cast<uint8_t>(text[valid]), valid, text.size());
     auto scratch = borrow();
@@ -135,8 +132,7 @@ class BpeTokenizer final : public Tokenizer {
   std::string decode(std::span<const int32_t> ids) const override {
     std::string text;
     for (const int32_t id : ids) {
-      text +=
-          id >= 0 && id < vocab_size() ? texts_[static_cast<size_t>(id)] : kReplacementCharacter;
+      text += id >= 0 && id < vocab_size() ? texts_[static_cast<size_t>(id)] : kReplacementCharacter;
     }
     return text;
   }
@@ -172,8 +168,7 @@ class BpeTokenizer final : public Tokenizer {
     if (stage == stages_.size()) return merger_.encode(text, scratch.merge, ids);
     const auto& [regex, keep_matches, keep_rest] = stages_[stage];
     const auto keep = [&](size_t begin, size_t end) {
-      encode_piece(stage + 1, text.substr(begin, end - begin), classes.substr(begin, end - begin),
-                   scratch, ids);
+      encode_piece(stage + 1, text.substr(begin, end - begin), classes.substr(begin, end - begin), scratch, ids);
     };
     size_t at = 0;
     while (at < text.size() && regex.find(classes, at, scratch.regex)) {
@@ -199,26 +194,22 @@ class BpeTokenizer final : public Tokenizer {
 
 }  // namespace
 
-std::unique_ptr<Tokenizer> open_tokenizer(const std::string& name_or_path,
-                                          const TokenizerOptions& options) {
+std::unique_ptr<Tokenizer> open_tokenizer(const std::string& name_or_path, const TokenizerOptions& options) {
   if (name_or_path == "bytes") {
-    MARROW_CHECK(options.end_of_document.value_or(kBytesEndOfDocument) == kBytesEndOfDocument,
-                 ExitCode::kUsage, Fix("leave out --eod-id"),
-                 "end-of-document id {} with the tokenizer bytes, which has {}",
+    MARROW_CHECK(options.end_of_document.value_or(kBytesEndOfDocument) == kBytesEndOfDocument, ExitCode::kUsage,
+                 Fix("leave out --eod-id"), "end-of-document id {} with the tokenizer bytes, which has {}",
                  *options.end_of_document, kBytesEndOfDocument);
     return std::make_unique<ByteTokenizer>();
   }
   namespace fs = std::filesystem;
   const bool is_folder = fs::is_directory(name_or_path);
-  const std::string path =
-      is_folder ? (fs::path(name_or_path) / "tokenizer.json").string() : name_or_path;
+  const std::string path = is_folder ? (fs::path(name_or_path) / "tokenizer.json").string() : name_or_path;
   MARROW_CHECK(fs::exists(path), ExitCode::kUsage,
                Fix("give \"bytes\", a tokenizer.json or a folder that holds one, as "
                    "AutoTokenizer.save_pretrained writes it"),
                "tokenizer {}: there is no file {}", json_quote(name_or_path), path);
   const std::string text = read_text_file(path);
-  return std::make_unique<BpeTokenizer>(read_tokenizer_json(text, path), path, sha256_hex(text),
-                                        options);
+  return std::make_unique<BpeTokenizer>(read_tokenizer_json(text, path), path, sha256_hex(text), options);
 }
 
 }  // namespace marrow

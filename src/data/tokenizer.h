@@ -28,13 +28,12 @@ class Tokenizer {
 };
 
 struct TokenizerOptions {
-  bool special_tokens = false;  // special tokens in text become their ids, else plain text
+  bool special_tokens = false;             // special tokens in text become their ids, else plain text
   std::optional<int32_t> end_of_document;  // in place of eos_token in tokenizer_config.json
 };
 
 // "bytes" (ids 0..255 and 256 for the end of a document), a tokenizer.json, or a folder holding
 // one. A feature of the file that is not implemented is an Error naming its path in the file.
-std::unique_ptr<Tokenizer> open_tokenizer(const std::string& name_or_path,
-                                          const TokenizerOptions& options = {});
+std::unique_ptr<Tokenizer> open_tokenizer(const std::string& name_or_path, const TokenizerOptions& options = {});
 
 }  // namespace marrow

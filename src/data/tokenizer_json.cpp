@@ -13,8 +13,7 @@ namespace marrow {
 namespace {
 
 constexpr const char* kReplacementCharacter = "\xef\xbf\xbd";
-const char* const kGpt2Pattern =
-    R"('s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+)";
+const char* const kGpt2Pattern = R"('s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+)";
 // char::is_numeric of the reference, which knows 13 more code points than its regular expressions.
 const char* const kDigitPattern = R"([\p{N}\x{11de0}-\x{11de9}\x{16ff4}-\x{16ff6}])";
 
@@ -97,8 +96,7 @@ SplitStage read_split(const Json& json) {
   try {
     return {split_regex(pattern.as_string()), !removed || invert, !removed || !invert};
   } catch (const std::invalid_argument& problem) {
-    pattern.fail(fmt::format("the regular expression {}: {}", pattern.dump(), problem.what()),
-                 unsupported());
+    pattern.fail(fmt::format("the regular expression {}: {}", pattern.dump(), problem.what()), unsupported());
   }
 }
 
@@ -163,10 +161,9 @@ void read_vocab(const Json& json, bool ignore_merges, TokenizerSpec& spec) {
   for (const auto& [entry, value] : json.items()) {
     const auto index = static_cast<size_t>(value.as_int());
     if (index >= limit || taken[index]) {
-      value.fail(
-          fmt::format("id {} is taken by another entry, negative, or too large for {} entries",
-                      value.as_int(), json.size()),
-          Fix("repair the ids in this file"));
+      value.fail(fmt::format("id {} is taken by another entry, negative, or too large for {} entries", value.as_int(),
+                             json.size()),
+                 Fix("repair the ids in this file"));
     }
     taken[index] = true;
     const auto id = static_cast<int32_t>(index);
@@ -212,13 +209,11 @@ void read_merges(const Json& model, TokenizerSpec& spec) {
 }
 
 void read_model(const Json& model, TokenizerSpec& spec) {
-  expect_keys(model,
-              {"type", "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix",
-               "fuse_unk", "byte_fallback", "ignore_merges", "vocab", "merges"});
+  expect_keys(model, {"type", "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk",
+                      "byte_fallback", "ignore_merges", "vocab", "merges"});
   if (model.string_or("type", "BPE") != "BPE") refuse(model.at("type"));
   // unk_token and fuse_unk mean nothing: every byte has an id.
-  expect_unused(model,
-                {"dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"});
+  expect_unused(model, {"dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"});
   read_vocab(model.at("vocab"), model.bool_or("ignore_merges", false), spec);
   read_merges(model, spec);
 }
@@ -228,8 +223,7 @@ void read_model(const Json& model, TokenizerSpec& spec) {
 void read_added_tokens(const Json& root, TokenizerSpec& spec) {
   auto next_id = static_cast<int32_t>(spec.vocab.size());
   for (const Json& json : list_at(root, "added_tokens")) {
-    expect_keys(json,
-                {"id", "content", "single_word", "lstrip", "rstrip", "normalized", "special"});
+    expect_keys(json, {"id", "content", "single_word", "lstrip", "rstrip", "normalized", "special"});
     expect_unused(json, {"single_word", "lstrip", "rstrip"});
     AddedToken token{.content = json.at("content").as_string(), .id = 0};
     token.special = json.bool_or("special", false);
@@ -264,8 +258,8 @@ Regex split_regex(const std::string& pattern) {
 
 TokenizerSpec read_tokenizer_json(std::string_view text, const std::string& path) {
   const Json root = Json::parse(text, path);
-  expect_keys(root, {"version", "truncation", "padding", "added_tokens", "normalizer",
-                     "pre_tokenizer", "post_processor", "decoder", "model"});
+  expect_keys(root, {"version", "truncation", "padding", "added_tokens", "normalizer", "pre_tokenizer",
+                     "post_processor", "decoder", "model"});
   if (root.string_or("version", "1.0") != "1.0") refuse(root.at("version"));
   expect_unused(root, {"truncation", "padding"});
 
@@ -289,8 +283,7 @@ TokenizerSpec read_tokenizer_json(std::string_view text, const std::string& path
 }
 
 std::optional<int32_t> read_end_of_document(const TokenizerSpec& spec, const std::string& path) {
-  const std::string config_path =
-      (std::filesystem::path(path).parent_path() / "tokenizer_config.json").string();
+  const std::string config_path = (std::filesystem::path(path).parent_path() / "tokenizer_config.json").string();
   if (!std::filesystem::exists(config_path)) return std::nullopt;
   const Json config = Json::read_file(config_path);
   if (!config.has("eos_token") || config.at("eos_token").is_null()) return std::nullopt;

@@ -20,44 +20,43 @@ constexpr uint32_t kTableEnd = 0x32400;  // above it no class differs and nothin
 constexpr struct {
   uint32_t stand_in;
   const char* ranges;
-} kChangedClasses[] = {
-    {0x200b, "180e"},
-    {0x1c88, "1c8a"},
-    {0x1c90, "1c89"},
-    {0xd02, "cf3"},
-    {0x898, "897 ece"},
-    {0x1b5a, "1b4e-1b4f 1b7f"},
-    {0x2426, "2427-2429 2ffc-2fff 31e4-31e5 31ef"},
-    {0xa7ca, "a7cd a7db"},
-    {0xa7c9, "a7cb-a7cc a7da a7dc"},
-    {0x13438, "13439-1343f"},
-    {0x10cf2, "10d70-10d85 1df25-1df2a"},
-    {0x107ba, "10d4e 10d6f 16d40-16d42 16d6b-16d6c 1e030-1e06d 1e4eb"},
-    {0x10600,
-     "105c0-105f3 10d4a-10d4d 10d4f 10ec2-10ec4 1123f-11240 11380-11389 1138b 1138e 11390-113b5 "
-     "113b7 113d1 113d3 11bc0-11be0 11f02 11f04-11f10 11f12-11f33 1342f 13441-13446 13460-143fa "
-     "16100-1611d 16d43-16d6a 18cff 1b132 1b155 1e4d0-1e4ea 1e5d0-1e5ed 1e5f0"},
-    {0x10cb2, "10d50-10d65"},
-    {0x11363,
-     "113b8-113ba 113c2 113c5 113c7-113ca 113cc-113cd 113cf 1171e 11f03 11f34-11f35 11f3e-11f3f "
-     "11f41 1612a-1612c"},
-    {0x10d27,
-     "10d69-10d6d 10efc-10eff 11241 113bb-113c0 113ce 113d0 113d2 113e1-113e2 11f00-11f01 "
-     "11f36-11f3a 11f40 11f42 11f5a 13440 13447-13455 1611e-16129 1612d-1612f 1e08f 1e4ec-1e4ef "
-     "1e5ee-1e5ef"},
-    {0x10d39,
-     "10d40-10d49 116d0-116e3 11bf0-11bf9 11f50-11f59 16130-16139 16d70-16d79 1ccf0-1ccf9 "
-     "1e4f0-1e4f9 1e5f1-1e5fa"},
-    {0x1d2e0, "1d2c0-1d2d3"},
-    {0x10ead, "10d6e"},
-    {0x1144b, "113d4-113d5 113d7-113d8 11b00-11b09 11be1 11f43-11f4f 16d6d-16d6f 1e5ff"},
-    {0x1d6c1, "10d8e-10d8f"},
-    {0x1cf50,
-     "1cc00-1ccef 1cd00-1ceb3 1f6dc 1f774-1f776 1f77b-1f77f 1f7d9 1f8b2-1f8bb 1f8c0-1f8c1 "
-     "1fa75-1fa77 1fa87-1fa89 1fa8f 1faad-1faaf 1fabb-1fabf 1fac6 1face-1facf 1fada-1fadc 1fadf "
-     "1fae8-1fae9 1faf7-1faf8 1fbcb-1fbef"},
-    {0x2b738, "2b739 2ebf0-2ee5d"},
-    {0x3134a, "31350-323af"}};
+} kChangedClasses[] = {{0x200b, "180e"},
+                       {0x1c88, "1c8a"},
+                       {0x1c90, "1c89"},
+                       {0xd02, "cf3"},
+                       {0x898, "897 ece"},
+                       {0x1b5a, "1b4e-1b4f 1b7f"},
+                       {0x2426, "2427-2429 2ffc-2fff 31e4-31e5 31ef"},
+                       {0xa7ca, "a7cd a7db"},
+                       {0xa7c9, "a7cb-a7cc a7da a7dc"},
+                       {0x13438, "13439-1343f"},
+                       {0x10cf2, "10d70-10d85 1df25-1df2a"},
+                       {0x107ba, "10d4e 10d6f 16d40-16d42 16d6b-16d6c 1e030-1e06d 1e4eb"},
+                       {0x10600,
+                        "105c0-105f3 10d4a-10d4d 10d4f 10ec2-10ec4 1123f-11240 11380-11389 1138b 1138e 11390-113b5 "
+                        "113b7 113d1 113d3 11bc0-11be0 11f02 11f04-11f10 11f12-11f33 1342f 13441-13446 13460-143fa "
+                        "16100-1611d 16d43-16d6a 18cff 1b132 1b155 1e4d0-1e4ea 1e5d0-1e5ed 1e5f0"},
+                       {0x10cb2, "10d50-10d65"},
+                       {0x11363,
+                        "113b8-113ba 113c2 113c5 113c7-113ca 113cc-113cd 113cf 1171e 11f03 11f34-11f35 11f3e-11f3f "
+                        "11f41 1612a-1612c"},
+                       {0x10d27,
+                        "10d69-10d6d 10efc-10eff 11241 113bb-113c0 113ce 113d0 113d2 113e1-113e2 11f00-11f01 "
+                        "11f36-11f3a 11f40 11f42 11f5a 13440 13447-13455 1611e-16129 1612d-1612f 1e08f 1e4ec-1e4ef "
+                        "1e5ee-1e5ef"},
+                       {0x10d39,
+                        "10d40-10d49 116d0-116e3 11bf0-11bf9 11f50-11f59 16130-16139 16d70-16d79 1ccf0-1ccf9 "
+                        "1e4f0-1e4f9 1e5f1-1e5fa"},
+                       {0x1d2e0, "1d2c0-1d2d3"},
+                       {0x10ead, "10d6e"},
+                       {0x1144b, "113d4-113d5 113d7-113d8 11b00-11b09 11be1 11f43-11f4f 16d6d-16d6f 1e5ff"},
+                       {0x1d6c1, "10d8e-10d8f"},
+                       {0x1cf50,
+                        "1cc00-1ccef 1cd00-1ceb3 1f6dc 1f774-1f776 1f77b-1f77f 1f7d9 1f8b2-1f8bb 1f8c0-1f8c1 "
+                        "1fa75-1fa77 1fa87-1fa89 1fa8f 1faad-1faaf 1fabb-1fabf 1fac6 1face-1facf 1fada-1fadc 1fadf "
+                        "1fae8-1fae9 1faf7-1faf8 1fbcb-1fbef"},
+                       {0x2b738, "2b739 2ebf0-2ee5d"},
+                       {0x3134a, "31350-323af"}};
 
 // Code points that have a combining class, or compose with what stands before them, only since
 // Unicode versions after 9. And U+11A7, which utf8proc takes for a final consonant.
@@ -73,9 +72,8 @@ void for_each_code_point(const char* ranges, Visit&& visit) {
   for (std::string range; in >> range;) {
     const size_t dash = range.find('-');
     const auto first = static_cast<uint32_t>(std::stoul(range, nullptr, 16));
-    const auto last = dash == std::string::npos
-                          ? first
-                          : static_cast<uint32_t>(std::stoul(range.substr(dash + 1), nullptr, 16));
+    const auto last =
+        dash == std::string::npos ? first : static_cast<uint32_t>(std::stoul(range.substr(dash + 1), nullptr, 16));
     for (uint32_t c = first; c <= last; ++c) visit(c);
   }
 }
@@ -95,13 +93,12 @@ const std::vector<uint32_t>& stand_ins() {
 void append_nfc(std::string_view text, std::string& out) {
   utf8proc_uint8_t* normal = nullptr;
   const auto size =
-      utf8proc_map(reinterpret_cast<const utf8proc_uint8_t*>(text.data()),
-                   static_cast<utf8proc_ssize_t>(text.size()), &normal,
-                   static_cast<utf8proc_option_t>(UTF8PROC_STABLE | UTF8PROC_COMPOSE));
+      utf8proc_map(reinterpret_cast<const utf8proc_uint8_t*>(text.data()), static_cast<utf8proc_ssize_t>(text.size()),
+                   &normal, static_cast<utf8proc_option_t>(UTF8PROC_STABLE | UTF8PROC_COMPOSE));
   const std::unique_ptr<utf8proc_uint8_t, decltype(&std::free)> owner(normal, &std::free);
   MARROW_CHECK(size >= 0, ExitCode::kBadInput,
-               Fix("split the document: one run of its text is too large for normalization"),
-               "NFC of {} bytes: {}", text.size(), utf8proc_errmsg(size));
+               Fix("split the document: one run of its text is too large for normalization"), "NFC of {} bytes: {}",
+               text.size(), utf8proc_errmsg(size));
   out.append(reinterpret_cast<const char*>(normal), static_cast<size_t>(size));
 }
 

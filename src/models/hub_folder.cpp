@@ -11,8 +11,7 @@ constexpr const char* kEndOfText = "<|endoftext|>";
 // GPT-2's byte alphabet: printable Latin-1 stands for itself, every other byte, in order, for the
 // characters from U+0100 on.
 std::string byte_character(int byte, int& next) {
-  const bool printable =
-      (byte >= 0x21 && byte <= 0x7e) || (byte >= 0xa1 && byte <= 0xac) || byte >= 0xae;
+  const bool printable = (byte >= 0x21 && byte <= 0x7e) || (byte >= 0xa1 && byte <= 0xac) || byte >= 0xae;
   const int code = printable ? byte : next++;
   if (code < 0x80) return std::string(1, static_cast<char>(code));
   return {static_cast<char>(0xc0 | (code >> 6)), static_cast<char>(0x80 | (code & 0x3f))};
@@ -50,21 +49,16 @@ std::string default_architecture(const Json& config) {
   const std::string type = config.at("model_type").as_string();
   if (type == "qwen3_moe") return R"(["Qwen3MoeForCausalLM"])";
   config.at("model_type")
-      .fail("no export is known for this family",
-            Fix("use a config.json of model_type \"qwen3_moe\""));
+      .fail("no export is known for this family", Fix("use a config.json of model_type \"qwen3_moe\""));
 }
 
 // Fields in which the Hub's styles differ, both written, and those that an export decides; as JSON.
-std::map<std::string, std::string> decided_fields(const Json& config, at::ScalarType dtype,
-                                                  int64_t end_of_document) {
-  const Json theta = config.has("rope_theta") ? config.at("rope_theta")
-                                              : config.at("rope_parameters").at("rope_theta");
-  const std::string experts =
-      config.at(config.has("num_experts") ? "num_experts" : "num_local_experts").dump();
+std::map<std::string, std::string> decided_fields(const Json& config, at::ScalarType dtype, int64_t end_of_document) {
+  const Json theta = config.has("rope_theta") ? config.at("rope_theta") : config.at("rope_parameters").at("rope_theta");
+  const std::string experts = config.at(config.has("num_experts") ? "num_experts" : "num_local_experts").dump();
   const std::string type = dtype == at::kBFloat16 ? "\"bfloat16\"" : "\"float32\"";
   std::map<std::string, std::string> fields{
-      {"architectures", config.has("architectures") ? config.at("architectures").dump()
-                                                    : default_architecture(config)},
+      {"architectures", config.has("architectures") ? config.at("architectures").dump() : default_architecture(config)},
       {"rope_theta", theta.dump()},
       {"num_experts", experts},
       {"num_local_experts", experts},
@@ -72,8 +66,7 @@ std::map<std::string, std::string> decided_fields(const Json& config, at::Scalar
       {"dtype", type},
       {"tie_word_embeddings", json_text(config.bool_or("tie_word_embeddings", false))}};
   if (!config.has("rope_parameters") || config.at("rope_parameters").is_null()) {
-    fields["rope_parameters"] =
-        JsonWriter().raw("rope_theta", theta.dump()).field("rope_type", "default").text();
+    fields["rope_parameters"] = JsonWriter().raw("rope_theta", theta.dump()).field("rope_type", "default").text();
   }
   if (end_of_document >= 0) fields["eos_token_id"] = json_text(end_of_document);
   return fields;
@@ -115,8 +108,7 @@ std::string index_json(const std::vector<SafetensorsLayout>& layouts) {
 
 // `given` (may be empty) with the end-of-document id where it names none.
 std::string generation_config(const std::string& given, int64_t end_of_document) {
-  const Json config =
-      Json::parse(given.empty() ? "{\"do_sample\": false}" : given, "generation_config.json");
+  const Json config = Json::parse(given.empty() ? "{\"do_sample\": false}" : given, "generation_config.json");
   if (end_of_document < 0 || config.has("eos_token_id")) return with_fields(config, {});
   return with_fields(config, {{"eos_token_id", json_text(end_of_document)}});
 }
@@ -125,9 +117,8 @@ std::string generation_config(const std::string& given, int64_t end_of_document)
 
 std::vector<SideFile> read_tokenizer_files(const std::string& folder) {
   std::vector<SideFile> files;
-  for (const char* name :
-       {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-        "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"}) {
+  for (const char* name : {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+                           "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"}) {
     const std::string path = (fs::path(folder) / name).string();
     if (fs::exists(path)) files.push_back({name, read_text_file(path)});
   }
@@ -135,8 +126,7 @@ std::vector<SideFile> read_tokenizer_files(const std::string& folder) {
 }
 
 std::vector<SideFile> bytes_tokenizer_files() {
-  return {{"tokenizer.json", bytes_tokenizer_json()},
-          {"tokenizer_config.json", bytes_tokenizer_config()}};
+  return {{"tokenizer.json", bytes_tokenizer_json()}, {"tokenizer_config.json", bytes_tokenizer_config()}};
 }
 
 bool is_bytes_tokenizer(const std::vector<SideFile>& files) {
@@ -171,8 +161,7 @@ int64_t write_hub_folder(const HubExport& to, const ModelWeights& weights) {
   staged.write_text("model.safetensors.index.json", index_json(layouts));
   staged.write_text("config.json", hub_config(to.config, to.dtype, to.end_of_document));
   for (const SideFile& file : to.tokenizer_files) staged.write_text(file.name, file.text);
-  staged.write_text("generation_config.json",
-                    generation_config(to.generation_config, to.end_of_document));
+  staged.write_text("generation_config.json", generation_config(to.generation_config, to.end_of_document));
   staged.publish();
   return total;
 }

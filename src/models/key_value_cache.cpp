@@ -2,12 +2,12 @@
 
 namespace marrow {
 
-at::Tensor KeyValueCache::attend(int64_t layer, const at::Tensor& q, const at::Tensor& k,
-                                 const at::Tensor& v, double scale) {
+at::Tensor KeyValueCache::attend(int64_t layer, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                 double scale) {
   const int64_t fresh = q.size(0);
   const int64_t total = length_ + fresh;
-  MARROW_CHECK(total <= capacity_, ExitCode::kUsage, Fix("ask for fewer tokens"),
-               "{} tokens exceed the cache of {}", total, capacity_);
+  MARROW_CHECK(total <= capacity_, ExitCode::kUsage, Fix("ask for fewer tokens"), "{} tokens exceed the cache of {}",
+               total, capacity_);
   at::Tensor& keys = keys_[layer];
   at::Tensor& values = values_[layer];
   if (!keys.defined()) {

@@ -8,8 +8,7 @@ std::unique_ptr<MoeModel> open_model(const Json& config) {
   const std::string type = config.at("model_type").as_string();
   if (type == "qwen3_moe") return open_qwen3_moe(config);
   config.at("model_type")
-      .fail(fmt::format("unknown model family \"{}\"", type),
-            Fix("use a config.json of model_type \"qwen3_moe\""));
+      .fail(fmt::format("unknown model family \"{}\"", type), Fix("use a config.json of model_type \"qwen3_moe\""));
 }
 
 std::vector<ParameterSpec> all_parameter_specs(const MoeModel& model) {

@@ -61,12 +61,11 @@ class DecoderLayer {
   virtual RoutedTokens attend_and_route(const at::Tensor& hidden, const LayerContext&) const = 0;
   // S3. rows [R, H] sorted by expert, row_weights [R] fp32, offsets [E] int32 (end row of each
   // expert). Returns [R, H], each row multiplied by its weight.
-  virtual at::Tensor run_experts(const at::Tensor& rows, const at::Tensor& row_weights,
-                                 const at::Tensor& offsets, const LayerContext&) const = 0;
+  virtual at::Tensor run_experts(const at::Tensor& rows, const at::Tensor& row_weights, const at::Tensor& offsets,
+                                 const LayerContext&) const = 0;
   // S5. residual and normed as S1 gave them, rows [R, H] of S4 with the map from tokens to rows.
-  virtual at::Tensor combine_and_add(const at::Tensor& residual, const at::Tensor& normed,
-                                     const at::Tensor& rows, const RowMap& map,
-                                     const LayerContext&) const = 0;
+  virtual at::Tensor combine_and_add(const at::Tensor& residual, const at::Tensor& normed, const at::Tensor& rows,
+                                     const RowMap& map, const LayerContext&) const = 0;
 };
 
 class MoeModel {
@@ -76,8 +75,7 @@ class MoeModel {
   virtual std::vector<ParameterSpec> embedding_specs() const = 0;  // "embedding"
   virtual std::vector<ParameterSpec> layer_specs(int64_t layer) const = 0;
   virtual std::vector<ParameterSpec> head_specs() const = 0;  // "final_norm", "head" unless tied
-  virtual std::unique_ptr<DecoderLayer> make_layer(int64_t layer, const ParameterTable&,
-                                                   at::Device) const = 0;
+  virtual std::unique_ptr<DecoderLayer> make_layer(int64_t layer, const ParameterTable&, at::Device) const = 0;
   // Normalises the last layer's output [T, H] before the head.
   virtual at::Tensor final_norm(const at::Tensor& hidden, const ParameterTable&) const = 0;
   // Floating-point operations of one token's forward matrix products, causal attention at half.

@@ -39,19 +39,17 @@ std::vector<std::string> weight_paths(const std::string& folder) {
 
 }  // namespace
 
-ModelWeights::ModelWeights(const std::string& folder, const std::vector<HubTensor>& model,
-                           const WeightRules& rules)
+ModelWeights::ModelWeights(const std::string& folder, const std::vector<HubTensor>& model, const WeightRules& rules)
     : folder_(folder), files_(weight_paths(folder)) {
   std::unordered_map<std::string, int64_t> used;  // elements, by name in the files
   for (const HubTensor& tensor : model) {
     const std::optional<Source> source = find_source(tensor);
-    MARROW_CHECK(source.has_value(), ExitCode::kBadInput, check_they_belong_together(),
-                 "{}: tensor {} is missing", folder_, tensor.name);
+    MARROW_CHECK(source.has_value(), ExitCode::kBadInput, check_they_belong_together(), "{}: tensor {} is missing",
+                 folder_, tensor.name);
     const at::ScalarType dtype = files_.find(source->stored)->dtype;
     MARROW_CHECK(at::isFloatingType(dtype) && at::elementSize(dtype) > 1, ExitCode::kBadInput,
-                 Fix("convert the file to F32, BF16 or F16"),
-                 "{}: tensor {} is {}, which cannot be read as weights", folder_, tensor.name,
-                 dtype_name(dtype));
+                 Fix("convert the file to F32, BF16 or F16"), "{}: tensor {} is {}, which cannot be read as weights",
+                 folder_, tensor.name, dtype_name(dtype));
     used[source->stored] += tensor.elements();
     sources_.emplace(tensor.name, *source);
   }
@@ -63,8 +61,8 @@ std::optional<ModelWeights::Source> ModelWeights::find_source(const HubTensor& t
   const StoredTensor* stored = files_.find(name);
   if (stored == nullptr) return find_in_stack(tensor);
   MARROW_CHECK(stored->shape == tensor.shape, ExitCode::kBadInput, check_they_belong_together(),
-               "{}: tensor {} is {} in the file, but config.json makes it {}", folder_, name,
-               shape_text(stored->shape), shape_text(tensor.shape));
+               "{}: tensor {} is {} in the file, but config.json makes it {}", folder_, name, shape_text(stored->shape),
+               shape_text(tensor.shape));
   return Source{name, 0};
 }
 
@@ -80,25 +78,23 @@ std::optional<ModelWeights::Source> ModelWeights::find_in_stack(const HubTensor&
   if (stored == nullptr) return std::nullopt;
   const int64_t rows = tensor.shape[0], columns = tensor.shape[1];
   const int64_t stacked_rows = down ? rows : 2 * rows;
-  const bool fits = stored->shape.size() == 3 && stored->shape[0] > expert &&
-                    stored->shape[1] == stacked_rows && stored->shape[2] == columns;
+  const bool fits = stored->shape.size() == 3 && stored->shape[0] > expert && stored->shape[1] == stacked_rows &&
+                    stored->shape[2] == columns;
   MARROW_CHECK(fits, ExitCode::kBadInput, check_they_belong_together(),
-               "{}: tensor {} is {}, but expert {} of config.json needs [> {}, {}, {}]", folder_,
-               name, shape_text(stored->shape), expert, expert, stacked_rows, columns);
+               "{}: tensor {} is {}, but expert {} of config.json needs [> {}, {}, {}]", folder_, name,
+               shape_text(stored->shape), expert, expert, stacked_rows, columns);
   const bool up = tensor.name.ends_with(".up_proj.weight");
   return Source{name, (expert * stacked_rows + (up ? rows : 0)) * columns};
 }
 
-void ModelWeights::check_all_used(const std::unordered_map<std::string, int64_t>& used,
-                                  const WeightRules& rules) {
+void ModelWeights::check_all_used(const std::unordered_map<std::string, int64_t>& used, const WeightRules& rules) {
   for (const std::string& name : files_.names()) {
     const auto found = used.find(name);
     if (found != used.end()) {
       const StoredTensor& stored = *files_.find(name);
-      MARROW_CHECK(found->second == stored.elements(), ExitCode::kBadInput,
-                   Fix("check num_experts in config.json"),
-                   "{}: config.json uses {} of the {} elements of tensor {} {}", folder_,
-                   found->second, stored.elements(), name, shape_text(stored.shape));
+      MARROW_CHECK(found->second == stored.elements(), ExitCode::kBadInput, Fix("check num_experts in config.json"),
+                   "{}: config.json uses {} of the {} elements of tensor {} {}", folder_, found->second,
+                   stored.elements(), name, shape_text(stored.shape));
       continue;
     }
     if (rules.tied_embeddings && name == "lm_head.weight") {
@@ -120,8 +116,7 @@ void ModelWeights::check_tied_head() const {
   const bool equal = files_.find(head)->shape == files_.find(embedding)->shape &&
                      files_.read_whole(head).equal(files_.read_whole(embedding));
   MARROW_CHECK(equal, ExitCode::kBadInput, Fix("set tie_word_embeddings to false in config.json"),
-               "{}: config.json ties the embeddings, but {} differs from {}", folder_, head,
-               embedding);
+               "{}: config.json ties the embeddings, but {} differs from {}", folder_, head, embedding);
 }
 
 void ModelWeights::read(const HubTensor& tensor, int64_t begin, at::Tensor out) const {
@@ -129,9 +124,8 @@ void ModelWeights::read(const HubTensor& tensor, int64_t begin, at::Tensor out) 
   files_.read(source.stored, source.offset + begin, std::move(out));
 }
 
-void ModelWeights::read_in_parts(
-    const HubTensor& tensor, at::ScalarType dtype,
-    const std::function<void(int64_t, const at::Tensor&)>& visit) const {
+void ModelWeights::read_in_parts(const HubTensor& tensor, at::ScalarType dtype,
+                                 const std::function<void(int64_t, const at::Tensor&)>& visit) const {
   const at::Tensor buffer = at::empty({std::min(kPartElements, tensor.elements())}, dtype);
   for (int64_t begin = 0; begin < tensor.elements(); begin += kPartElements) {
     const at::Tensor part = buffer.narrow(0, 0, std::min(kPartElements, tensor.elements() - begin));

@@ -15,8 +15,7 @@ struct WeightRules {
 class ModelWeights {
  public:
   // Errors (kBadInput) that name the tensor: missing, of another shape, or not the model's.
-  ModelWeights(const std::string& folder, const std::vector<HubTensor>& model,
-               const WeightRules& rules);
+  ModelWeights(const std::string& folder, const std::vector<HubTensor>& model, const WeightRules& rules);
 
   // Copies elements [begin, begin + out.numel()) of a Hub tensor into `out` ([n], any device).
   void read(const HubTensor& tensor, int64_t begin, at::Tensor out) const;
@@ -32,8 +31,7 @@ class ModelWeights {
   };
   std::optional<Source> find_source(const HubTensor& tensor) const;
   std::optional<Source> find_in_stack(const HubTensor& tensor) const;
-  void check_all_used(const std::unordered_map<std::string, int64_t>& used,
-                      const WeightRules& rules);
+  void check_all_used(const std::unordered_map<std::string, int64_t>& used, const WeightRules& rules);
   void check_tied_head() const;
 
   std::string folder_;

@@ -36,8 +36,7 @@ void refuse_unsupported(const Json& config) {
   must_be("use_sliding_window", "false");
   must_be("decoder_sparse_step", "1");
   must_be("rope_scaling", "null");
-  if (config.double_or("attention_dropout", 0.0) != 0.0)
-    refuse(config.at("attention_dropout"), "0");
+  if (config.double_or("attention_dropout", 0.0) != 0.0) refuse(config.at("attention_dropout"), "0");
   if (config.has("mlp_only_layers") && !config.at("mlp_only_layers").is_null() &&
       config.at("mlp_only_layers").size() > 0) {
     refuse(config.at("mlp_only_layers"), "[]");
@@ -63,8 +62,7 @@ int64_t positive(const Json& config, const char* key) {
   const int64_t value = config.at(key).as_int();
   constexpr int64_t kLargest = int64_t{1} << 24;
   if (value <= 0 || value > kLargest) {
-    config.at(key).fail(fmt::format("{} is not between 1 and {}", value, kLargest),
-                        Fix("set a size of a real model"));
+    config.at(key).fail(fmt::format("{} is not between 1 and {}", value, kLargest), Fix("set a size of a real model"));
   }
   return value;
 }
@@ -77,8 +75,7 @@ Qwen3MoeConfig read_config(const Json& config) {
   c.shape.hidden = positive(config, "hidden_size");
   c.shape.vocab = positive(config, "vocab_size");
   c.shape.max_position = positive(config, "max_position_embeddings");
-  c.shape.experts =
-      positive(config, config.has("num_experts") ? "num_experts" : "num_local_experts");
+  c.shape.experts = positive(config, config.has("num_experts") ? "num_experts" : "num_local_experts");
   if (config.int_or("num_local_experts", c.shape.experts) != c.shape.experts) {
     refuse(config.at("num_local_experts"), fmt::format("{}, as num_experts", c.shape.experts));
   }
@@ -125,12 +122,9 @@ std::string hub_prefix(int64_t layer) { return fmt::format("model.layers.{}.", l
 
 class Qwen3MoeLayer final : public DecoderLayer {
  public:
-  Qwen3MoeLayer(const Qwen3MoeConfig& config, int64_t layer, const ParameterTable& table,
-                RopeTable rope)
+  Qwen3MoeLayer(const Qwen3MoeConfig& config, int64_t layer, const ParameterTable& table, RopeTable rope)
       : config_(config), layer_(layer), rope_(std::move(rope)) {
-    const auto get = [&](const char* name) {
-      return table.at(fmt::format("layers.{}.{}", layer, name));
-    };
+    const auto get = [&](const char* name) { return table.at(fmt::format("layers.{}.{}", layer, name)); };
     input_norm_ = get("input_norm");
     qkv_ = get("qkv");
     q_norm_ = get("q_norm");
@@ -142,38 +136,36 @@ class Qwen3MoeLayer final : public DecoderLayer {
     down_ = get("experts.down");
   }
 
-  RoutedTokens attend_and_route(const at::Tensor& hidden,
-                                const LayerContext& context) const override {
+  RoutedTokens attend_and_route(const at::Tensor& hidden, const LayerContext& context) const override {
     const double eps = config_.shape.rms_norm_eps;
     const at::Tensor normed = rms_norm(hidden, input_norm_, eps);
     const at::Tensor qkv = linear(normed, qkv_, *context.weight_grads);
-    const auto [q, k, v] = qk_norm_rope(qkv, q_norm_, k_norm_, rope_, context.positions,
-                                        config_.heads, config_.kv_heads, eps);
+    const auto [q, k, v] =
+        qk_norm_rope(qkv, q_norm_, k_norm_, rope_, context.positions, config_.heads, config_.kv_heads, eps);
     const double scale = 1.0 / std::sqrt(static_cast<double>(config_.head_size));
-    const at::Tensor attended =
-        context.cache != nullptr
-            ? context.cache->attend(layer_, q, k, v, scale)
-            : attention(q, k, v, context.attention, scale, context.deterministic);
+    const at::Tensor attended = context.cache != nullptr
+                                    ? context.cache->attend(layer_, q, k, v, scale)
+                                    : attention(q, k, v, context.attention, scale, context.deterministic);
     const at::Tensor projected = linear(attended.flatten(1), output_, *context.weight_grads);
     auto [residual, post] = add_rms_norm(projected, hidden, post_norm_, eps);
     RouterOptions options;
     options.top_k = config_.shape.top_k;
     options.normalize = config_.norm_topk_prob;
     options.forced = context.forced_routing;
-    RouterOutput routing = router(post, router_, context.selection_bias, context.balance_groups,
-                                  options, context.balance, *context.weight_grads);
+    RouterOutput routing = router(post, router_, context.selection_bias, context.balance_groups, options,
+                                  context.balance, *context.weight_grads);
     return {std::move(residual), std::move(post), std::move(routing)};
   }
 
-  at::Tensor run_experts(const at::Tensor& rows, const at::Tensor& row_weights,
-                         const at::Tensor& offsets, const LayerContext& context) const override {
+  at::Tensor run_experts(const at::Tensor& rows, const at::Tensor& row_weights, const at::Tensor& offsets,
+                         const LayerContext& context) const override {
     const at::Tensor gate_up = grouped_linear(rows, gate_up_, offsets, *context.weight_grads);
     const at::Tensor activated = swiglu(gate_up, row_weights);
     return grouped_linear(activated, down_, offsets, *context.weight_grads);
   }
 
-  at::Tensor combine_and_add(const at::Tensor& residual, const at::Tensor&, const at::Tensor& rows,
-                             const RowMap& map, const LayerContext&) const override {
+  at::Tensor combine_and_add(const at::Tensor& residual, const at::Tensor&, const at::Tensor& rows, const RowMap& map,
+                             const LayerContext&) const override {
     return sum_rows(rows, map, residual);
   }
 
@@ -199,8 +191,7 @@ class Qwen3Moe final : public MoeModel {
   const ModelShape& shape() const override { return config_.shape; }
 
   std::vector<ParameterSpec> embedding_specs() const override {
-    ParameterSpec spec = matrix("embedding", {config_.shape.vocab, config_.shape.hidden},
-                                "model.embed_tokens.weight");
+    ParameterSpec spec = matrix("embedding", {config_.shape.vocab, config_.shape.hidden}, "model.embed_tokens.weight");
     spec.rule = UpdateRule::kAdamW;
     return {spec};
   }
@@ -214,8 +205,7 @@ class Qwen3Moe final : public MoeModel {
     qkv.parts = {{hub + "self_attn.q_proj.weight", {q_rows, hidden}},
                  {hub + "self_attn.k_proj.weight", {kv_rows, hidden}},
                  {hub + "self_attn.v_proj.weight", {kv_rows, hidden}}};
-    ParameterSpec router =
-        matrix(own + "router", {config_.shape.experts, hidden}, hub + "mlp.gate.weight");
+    ParameterSpec router = matrix(own + "router", {config_.shape.experts, hidden}, hub + "mlp.gate.weight");
     router.rule = UpdateRule::kAdamW;
 
     const int64_t experts = config_.shape.experts, inner = config_.intermediate;
@@ -242,8 +232,7 @@ class Qwen3Moe final : public MoeModel {
   }
 
   std::vector<ParameterSpec> head_specs() const override {
-    std::vector<ParameterSpec> specs = {
-        norm("final_norm", config_.shape.hidden, "model.norm.weight")};
+    std::vector<ParameterSpec> specs = {norm("final_norm", config_.shape.hidden, "model.norm.weight")};
     if (config_.shape.tied_embeddings) return specs;
     specs.push_back(matrix("head", {config_.shape.vocab, config_.shape.hidden}, "lm_head.weight"));
     specs.back().rule = UpdateRule::kAdamW;
@@ -271,8 +260,7 @@ class Qwen3Moe final : public MoeModel {
     const double scores = 2 * q_rows * seq_len;  // QKᵀ and PV, half of each
     const double router = 2 * hidden * config_.shape.experts;
     const double experts = 2 * 3 * hidden * config_.intermediate * config_.shape.top_k;
-    return config_.shape.layers * (projections + scores + router + experts) +
-           2 * hidden * config_.shape.vocab;
+    return config_.shape.layers * (projections + scores + router + experts) + 2 * hidden * config_.shape.vocab;
   }
 
  private:
@@ -303,8 +291,6 @@ class Qwen3Moe final : public MoeModel {
 
 }  // namespace
 
-std::unique_ptr<MoeModel> open_qwen3_moe(const Json& config) {
-  return std::make_unique<Qwen3Moe>(read_config(config));
-}
+std::unique_ptr<MoeModel> open_qwen3_moe(const Json& config) { return std::make_unique<Qwen3Moe>(read_config(config)); }
 
 }  // namespace marrow

@@ -39,11 +39,10 @@ std::optional<int64_t> bytes_of(at::ScalarType dtype, at::IntArrayRef shape) {
   return bytes;
 }
 
-StoredTensor read_entry(const std::string& name, const Json& entry, int64_t data_begin,
-                        int64_t data_bytes) {
+StoredTensor read_entry(const std::string& name, const Json& entry, int64_t data_begin, int64_t data_bytes) {
   const std::string dtype = entry.at("dtype").as_string();
-  const auto known = std::find_if(std::begin(kDtypes), std::end(kDtypes),
-                                  [&](const auto& pair) { return pair.first == dtype; });
+  const auto known =
+      std::find_if(std::begin(kDtypes), std::end(kDtypes), [&](const auto& pair) { return pair.first == dtype; });
   if (known == std::end(kDtypes)) {
     entry.at("dtype").fail("dtype " + json_quote(dtype) + " is not supported", fetch_again());
   }
@@ -59,13 +58,12 @@ StoredTensor read_entry(const std::string& name, const Json& entry, int64_t data
   const int64_t begin = offsets.at(size_t{0}).as_int(), end = offsets.at(1).as_int();
   if (begin < 0 || end < begin || end > data_bytes) {
     offsets.fail(
-        fmt::format("offsets [{}, {}] are out of range; the file holds {} bytes of tensors", begin,
-                    end, data_bytes),
+        fmt::format("offsets [{}, {}] are out of range; the file holds {} bytes of tensors", begin, end, data_bytes),
         fetch_again());
   }
   if (end - begin != *bytes) {
-    offsets.fail(fmt::format("offsets [{}, {}] span {} bytes, but {} {} takes {}", begin, end,
-                             end - begin, dtype, shape_text(tensor.shape), *bytes),
+    offsets.fail(fmt::format("offsets [{}, {}] span {} bytes, but {} {} takes {}", begin, end, end - begin, dtype,
+                             shape_text(tensor.shape), *bytes),
                  fetch_again());
   }
   tensor.begin = data_begin + begin;
@@ -74,16 +72,14 @@ StoredTensor read_entry(const std::string& name, const Json& entry, int64_t data
 }
 
 // Tensors, sorted by place, that leave a gap in the file or overlap are an error.
-void check_coverage(const std::vector<StoredTensor>& tensors, int64_t data_begin,
-                    int64_t file_bytes, const std::string& path) {
+void check_coverage(const std::vector<StoredTensor>& tensors, int64_t data_begin, int64_t file_bytes,
+                    const std::string& path) {
   int64_t position = data_begin;
   std::string previous = "the header";
   for (const StoredTensor& tensor : tensors) {
     MARROW_CHECK(tensor.begin == position, ExitCode::kBadInput, fetch_again(),
-                 "{}: tensor {} {} {}: it begins at byte {}, which ends at {}", path,
-                 json_quote(tensor.name),
-                 tensor.begin < position ? "overlaps" : "leaves a gap after", previous,
-                 tensor.begin, position);
+                 "{}: tensor {} {} {}: it begins at byte {}, which ends at {}", path, json_quote(tensor.name),
+                 tensor.begin < position ? "overlaps" : "leaves a gap after", previous, tensor.begin, position);
     position = tensor.end;
     previous = "tensor " + json_quote(tensor.name);
   }
@@ -99,32 +95,28 @@ std::vector<StoredTensor> read_header(const MappedFile& file) {
   uint64_t length = 0;
   std::memcpy(&length, file.bytes().data(), sizeof length);
   MARROW_CHECK(length <= static_cast<uint64_t>(kMaxHeaderBytes), ExitCode::kBadInput, fetch_again(),
-               "{}: a header of {} bytes exceeds the format's limit of {}", path, length,
-               kMaxHeaderBytes);
+               "{}: a header of {} bytes exceeds the format's limit of {}", path, length, kMaxHeaderBytes);
   const int64_t data_begin = kLengthBytes + static_cast<int64_t>(length);
   MARROW_CHECK(data_begin <= file_bytes, ExitCode::kBadInput, fetch_again(),
-               "{}: the header takes {} bytes, but the file ends after {}", path, data_begin,
-               file_bytes);
+               "{}: the header takes {} bytes, but the file ends after {}", path, data_begin, file_bytes);
   const std::string_view json(reinterpret_cast<const char*>(file.bytes().data()) + kLengthBytes,
                               static_cast<size_t>(length));
-  MARROW_CHECK(json.starts_with('{'), ExitCode::kBadInput, fetch_again(),
-               "{}: the header does not start with '{{'", path);
+  MARROW_CHECK(json.starts_with('{'), ExitCode::kBadInput, fetch_again(), "{}: the header does not start with '{{'",
+               path);
   std::vector<StoredTensor> tensors;
   for (const auto& [name, entry] : Json::parse(json, path).items()) {
     if (name == "__metadata__") continue;
     tensors.push_back(read_entry(name, entry, data_begin, file_bytes - data_begin));
   }
-  std::stable_sort(tensors.begin(), tensors.end(), [](const auto& a, const auto& b) {
-    return std::pair(a.begin, a.end) < std::pair(b.begin, b.end);
-  });
+  std::stable_sort(tensors.begin(), tensors.end(),
+                   [](const auto& a, const auto& b) { return std::pair(a.begin, a.end) < std::pair(b.begin, b.end); });
   check_coverage(tensors, data_begin, file_bytes, path);
   return tensors;
 }
 
 // Elements [begin, begin + n) as a CPU tensor: a view of the mapping where it is aligned. Other
 // writers do not always align, and a misaligned view would be undefined behaviour.
-at::Tensor mapped_part(const MappedFile& file, const StoredTensor& tensor, int64_t begin,
-                       int64_t n) {
+at::Tensor mapped_part(const MappedFile& file, const StoredTensor& tensor, int64_t begin, int64_t n) {
   const size_t width = at::elementSize(tensor.dtype);
   const std::byte* start = file.bytes().data() + tensor.begin + begin * static_cast<int64_t>(width);
   if (reinterpret_cast<uintptr_t>(start) % width == 0) {
@@ -141,8 +133,8 @@ std::string_view dtype_name(at::ScalarType dtype) {
   for (const auto& [name, type] : kDtypes) {
     if (type == dtype) return name;
   }
-  MARROW_THROW(ExitCode::kUsage, Fix("convert the tensor to fp32 first"),
-               "a tensor of {} cannot be saved", at::toString(dtype));
+  MARROW_THROW(ExitCode::kUsage, Fix("convert the tensor to fp32 first"), "a tensor of {} cannot be saved",
+               at::toString(dtype));
 }
 
 std::string shape_text(at::IntArrayRef shape) { return json_text(shape); }
@@ -155,8 +147,7 @@ SafetensorsLayout layout_safetensors(std::string file_name, std::vector<StoredTe
   for (StoredTensor& tensor : layout.tensors) {
     const std::optional<int64_t> bytes = bytes_of(tensor.dtype, tensor.shape);
     MARROW_CHECK(bytes.has_value(), ExitCode::kUsage, Fix("lower the model's sizes"),
-                 "tensor {} {} has more bytes than a file can hold", tensor.name,
-                 shape_text(tensor.shape));
+                 "tensor {} {} has more bytes than a file can hold", tensor.name, shape_text(tensor.shape));
     tensor.begin = std::exchange(position, position + *bytes);
     tensor.end = position;
     JsonWriter entry;
@@ -177,8 +168,7 @@ SafetensorsLayout layout_safetensors(std::string file_name, std::vector<StoredTe
   return layout;
 }
 
-std::vector<SafetensorsLayout> layout_shards(const std::string& stem,
-                                             const std::vector<StoredTensor>& tensors,
+std::vector<SafetensorsLayout> layout_shards(const std::string& stem, const std::vector<StoredTensor>& tensors,
                                              int64_t max_bytes) {
   std::vector<std::vector<StoredTensor>> shards;
   int64_t left = 0;
@@ -193,8 +183,8 @@ std::vector<SafetensorsLayout> layout_shards(const std::string& stem,
   }
   std::vector<SafetensorsLayout> layouts;
   for (size_t i = 0; i < shards.size(); ++i) {
-    layouts.push_back(layout_safetensors(
-        fmt::format("{}-{:05}-of-{:05}.safetensors", stem, i + 1, shards.size()), shards[i]));
+    layouts.push_back(
+        layout_safetensors(fmt::format("{}-{:05}-of-{:05}.safetensors", stem, i + 1, shards.size()), shards[i]));
   }
   return layouts;
 }
@@ -219,8 +209,7 @@ TensorFiles::TensorFiles(const std::vector<std::string>& paths) {
     for (const StoredTensor& tensor : file.tensors) {
       const auto [place, is_new] = places_.try_emplace(tensor.name, Place{&file, &tensor});
       MARROW_CHECK(is_new, ExitCode::kBadInput, Fix("remove the file that does not belong there"),
-                   "tensor {} is both in {} and in {}", tensor.name,
-                   place->second.file->mapped.path(), path);
+                   "tensor {} is both in {} and in {}", tensor.name, place->second.file->mapped.path(), path);
     }
   }
 }
@@ -242,8 +231,8 @@ void TensorFiles::read(std::string_view name, int64_t begin, at::Tensor out) con
   const auto [file, tensor] = places_.at(name);
   MARROW_CHECK(begin >= 0 && begin + out.numel() <= tensor->elements(), ExitCode::kBadInput,
                Fix("check that config.json and the weights belong together"),
-               "elements [{}, {}) of tensor {} were asked for, but {} holds {}", begin,
-               begin + out.numel(), name, file->mapped.path(), tensor->elements());
+               "elements [{}, {}) of tensor {} were asked for, but {} holds {}", begin, begin + out.numel(), name,
+               file->mapped.path(), tensor->elements());
   for (int64_t done = 0; done < out.numel(); done += kPartElements) {
     const int64_t n = std::min(kPartElements, out.numel() - done);
     out.narrow(0, done, n).copy_(mapped_part(file->mapped, *tensor, begin + done, n));

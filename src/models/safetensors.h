@@ -29,8 +29,7 @@ SafetensorsLayout layout_safetensors(std::string file_name, std::vector<StoredTe
 
 // Cuts `tensors`, in order, into files STEM-0000N-of-0000M.safetensors of at most `max_bytes` of
 // tensors (one larger tensor has a file to itself). No tensors give no files.
-std::vector<SafetensorsLayout> layout_shards(const std::string& stem,
-                                             const std::vector<StoredTensor>& tensors,
+std::vector<SafetensorsLayout> layout_shards(const std::string& stem, const std::vector<StoredTensor>& tensors,
                                              int64_t max_bytes);
 
 // The files of `folder` that are called PREFIX….safetensors, sorted.

@@ -20,15 +20,13 @@ AdamwFactors factors_of(const AdamwStep& step) {
 }
 
 // Eight elements of fp32 masters and moments.
-void update8(const AdamwFactors& f, float scale, float* master, const float* grad, float* exp_avg,
-             float* exp_avg_sq) {
+void update8(const AdamwFactors& f, float scale, float* master, const float* grad, float* exp_avg, float* exp_avg_sq) {
   const auto all = [](float x) { return _mm256_set1_ps(x); };
   const __m256 g = _mm256_mul_ps(all(scale), _mm256_loadu_ps(grad));
   __m256 m = _mm256_loadu_ps(exp_avg), v = _mm256_loadu_ps(exp_avg_sq);
   m = _mm256_fmadd_ps(all(f.one_minus_beta1), _mm256_sub_ps(g, m), m);
   v = _mm256_fmadd_ps(all(f.beta2), v, _mm256_mul_ps(_mm256_mul_ps(all(f.one_minus_beta2), g), g));
-  const __m256 denominator =
-      _mm256_fmadd_ps(_mm256_sqrt_ps(v), all(f.inverse_correction2), all(f.eps));
+  const __m256 denominator = _mm256_fmadd_ps(_mm256_sqrt_ps(v), all(f.inverse_correction2), all(f.eps));
   const __m256 w = _mm256_mul_ps(_mm256_loadu_ps(master), all(f.decay));
   const __m256 change = _mm256_div_ps(_mm256_mul_ps(all(f.step_size), m), denominator);
   _mm256_storeu_ps(exp_avg, m);
@@ -37,8 +35,8 @@ void update8(const AdamwFactors& f, float scale, float* master, const float* gra
 }
 
 // The last n < 8 elements, through a pack of eight.
-void update_rest(const AdamwFactors& f, float scale, float* master, const float* grad,
-                 float* exp_avg, float* exp_avg_sq, int64_t n) {
+void update_rest(const AdamwFactors& f, float scale, float* master, const float* grad, float* exp_avg,
+                 float* exp_avg_sq, int64_t n) {
   std::array<float, 8> w{}, g{}, m{}, v{};
   std::copy_n(master, n, w.data());
   std::copy_n(grad, n, g.data());
@@ -51,8 +49,8 @@ void update_rest(const AdamwFactors& f, float scale, float* master, const float*
 }
 
 // All fp32 but `working` (bf16, or undefined).
-void update_cpu(const AdamwFactors& f, float scale, const Tensor& master, const Tensor& working,
-                const Tensor& grad, const Tensor& exp_avg, const Tensor& exp_avg_sq) {
+void update_cpu(const AdamwFactors& f, float scale, const Tensor& master, const Tensor& working, const Tensor& grad,
+                const Tensor& exp_avg, const Tensor& exp_avg_sq) {
   const int64_t n = master.numel();
   float *w = floats(master), *g = floats(grad), *m = floats(exp_avg), *v = floats(exp_avg_sq);
   auto* rounded = working.defined() ? working.data_ptr<at::BFloat16>() : nullptr;
@@ -68,9 +66,8 @@ void update_cpu(const AdamwFactors& f, float scale, const Tensor& master, const 
 
 }  // namespace
 
-void adamw_update(const Tensor& master, const Tensor& working, const Tensor& grad,
-                  const Tensor& exp_avg, const Tensor& exp_avg_sq, const Tensor& grad_scale,
-                  const AdamwStep& step) {
+void adamw_update(const Tensor& master, const Tensor& working, const Tensor& grad, const Tensor& exp_avg,
+                  const Tensor& exp_avg_sq, const Tensor& grad_scale, const AdamwStep& step) {
   const at::IntArrayRef sizes = master.sizes();
   const at::Device device = master.device();
   check_tensor("master", master, at::kFloat, sizes);
@@ -80,8 +77,7 @@ void adamw_update(const Tensor& master, const Tensor& working, const Tensor& gra
   check_tensor("exp_avg_sq", exp_avg_sq, exp_avg.scalar_type(), sizes, device);
   const AdamwFactors factors = factors_of(step);
   if (master.is_cuda()) {
-    MARROW_CUDA_CALL(
-        adamw_update_cuda(master, working, grad, exp_avg, exp_avg_sq, grad_scale, factors));
+    MARROW_CUDA_CALL(adamw_update_cuda(master, working, grad, exp_avg, exp_avg_sq, grad_scale, factors));
     return;
   }
   const float scale = *floats(grad_scale);

@@ -20,7 +20,7 @@ struct AdamwStep {
 // exp_avg_sq then stops decaying where (1 - beta2) is below 2^-9, so use it with beta2 ≤ 0.99.
 // grad_scale [1] fp32 on the device: where it is 0 or not finite, nothing but `zero_grad` happens.
 void adamw_update(const at::Tensor& master, const at::Tensor& working, const at::Tensor& grad,
-                  const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
-                  const at::Tensor& grad_scale, const AdamwStep& step);
+                  const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq, const at::Tensor& grad_scale,
+                  const AdamwStep& step);
 
 }  // namespace marrow

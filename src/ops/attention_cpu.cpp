@@ -51,10 +51,9 @@ void for_blocks(const CpuAttention& attention, const Tensor& q, const Work& work
       std::vector<float> scores(step * group * (stop - start)), d_scores(scores.size());
       for (int64_t first = start; first < stop; first += step) {
         const int64_t last = std::min(stop, first + step);
-        const int64_t first_key =
-            attention.window == 0 ? start : std::max(start, first - attention.window + 1);
-        work(Block{(base + first) * group, (last - first) * group, base + first_key,
-                   last - first_key, group, attention.window},
+        const int64_t first_key = attention.window == 0 ? start : std::max(start, first - attention.window + 1);
+        work(Block{(base + first) * group, (last - first) * group, base + first_key, last - first_key, group,
+                   attention.window},
              scores.data(), d_scores.data());
       }
     }
@@ -63,8 +62,8 @@ void for_blocks(const CpuAttention& attention, const Tensor& q, const Work& work
 
 }  // namespace
 
-std::pair<Tensor, Tensor> attention_forward_cpu(const CpuAttention& attention, const Tensor& q,
-                                                const Tensor& k, const Tensor& v) {
+std::pair<Tensor, Tensor> attention_forward_cpu(const CpuAttention& attention, const Tensor& q, const Tensor& k,
+                                                const Tensor& v) {
   const int64_t kv_heads = k.size(1), size = q.size(2), value_size = v.size(2);
   const Tensor queries = by_kv_head(q, kv_heads).mul(attention.scale);
   const Tensor keys = by_kv_head(k, kv_heads), values = by_kv_head(v, kv_heads);
@@ -84,8 +83,8 @@ std::pair<Tensor, Tensor> attention_forward_cpu(const CpuAttention& attention, c
       floats(lse)[block.first_row + row] = most + std::log(sum);
       inverse[row] = 1.0f / sum;
     }
-    sgemm(false, false, rows, value_size, n, scores, n,
-          floats(values) + block.first_key * value_size, value_size, 0, results, value_size);
+    sgemm(false, false, rows, value_size, n, scores, n, floats(values) + block.first_key * value_size, value_size, 0,
+          results, value_size);
     for (int64_t row = 0; row < rows; ++row) {
       float* result = results + row * value_size;
       for (int64_t c = 0; c < value_size; ++c) result[c] *= inverse[row];
@@ -94,9 +93,9 @@ std::pair<Tensor, Tensor> attention_forward_cpu(const CpuAttention& attention, c
   return {by_token(out, q.scalar_type()), lse};
 }
 
-std::array<Tensor, 3> attention_backward_cpu(const CpuAttention& attention, const Tensor& q,
-                                             const Tensor& k, const Tensor& v, const Tensor& out,
-                                             const Tensor& lse, const Tensor& d_out) {
+std::array<Tensor, 3> attention_backward_cpu(const CpuAttention& attention, const Tensor& q, const Tensor& k,
+                                             const Tensor& v, const Tensor& out, const Tensor& lse,
+                                             const Tensor& d_out) {
   const int64_t kv_heads = k.size(1), size = q.size(2), value_size = v.size(2);
   const Tensor queries = by_kv_head(q, kv_heads).mul(attention.scale);
   const Tensor keys = by_kv_head(k, kv_heads), values = by_kv_head(v, kv_heads);
@@ -109,8 +108,8 @@ std::array<Tensor, 3> attention_backward_cpu(const CpuAttention& attention, cons
     const float* block_keys = floats(keys) + block.first_key * size;
     const float* grads = floats(d_results) + block.first_row * value_size;
     sgemm(false, true, rows, n, size, block_queries, size, block_keys, size, 0, scores, n);
-    sgemm(false, true, rows, n, value_size, grads, value_size,
-          floats(values) + block.first_key * value_size, value_size, 0, d_scores, n);
+    sgemm(false, true, rows, n, value_size, grads, value_size, floats(values) + block.first_key * value_size,
+          value_size, 0, d_scores, n);
     for (int64_t row = 0; row < rows; ++row) {
       float *p = scores + row * n, *ds = d_scores + row * n;
       const auto [begin, count] = block.visible_part(row, p);
@@ -119,12 +118,10 @@ std::array<Tensor, 3> attention_backward_cpu(const CpuAttention& attention, cons
 #pragma omp simd
       for (int64_t c = 0; c < n; ++c) ds[c] = p[c] * (ds[c] - delta);
     }
-    sgemm(true, false, n, value_size, rows, scores, n, grads, value_size, 1,
-          floats(dv) + block.first_key * value_size, value_size);
-    sgemm(true, false, n, size, rows, d_scores, n, block_queries, size, 1,
-          floats(dk) + block.first_key * size, size);
-    sgemm(false, false, rows, size, n, d_scores, n, block_keys, size, 0,
-          floats(dq) + block.first_row * size, size);
+    sgemm(true, false, n, value_size, rows, scores, n, grads, value_size, 1, floats(dv) + block.first_key * value_size,
+          value_size);
+    sgemm(true, false, n, size, rows, d_scores, n, block_queries, size, 1, floats(dk) + block.first_key * size, size);
+    sgemm(false, false, rows, size, n, d_scores, n, block_keys, size, 0, floats(dq) + block.first_row * size, size);
   });
   const at::ScalarType dtype = q.scalar_type();
   return {by_token(dq.mul_(attention.scale), dtype), by_token(dk, dtype), by_token(dv, dtype)};

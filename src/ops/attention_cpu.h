@@ -12,14 +12,12 @@ struct CpuAttention {
 
 // q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] → out [T, Hq, Dv] in q's dtype, and log-sum-exp
 // [Hkv, T, Hq / Hkv] fp32.
-std::pair<at::Tensor, at::Tensor> attention_forward_cpu(const CpuAttention& attention,
-                                                        const at::Tensor& q, const at::Tensor& k,
-                                                        const at::Tensor& v);
+std::pair<at::Tensor, at::Tensor> attention_forward_cpu(const CpuAttention& attention, const at::Tensor& q,
+                                                        const at::Tensor& k, const at::Tensor& v);
 
 // {dq, dk, dv} from d_out and what the forward read and wrote.
 std::array<at::Tensor, 3> attention_backward_cpu(const CpuAttention& attention, const at::Tensor& q,
-                                                 const at::Tensor& k, const at::Tensor& v,
-                                                 const at::Tensor& out, const at::Tensor& lse,
-                                                 const at::Tensor& d_out);
+                                                 const at::Tensor& k, const at::Tensor& v, const at::Tensor& out,
+                                                 const at::Tensor& lse, const at::Tensor& d_out);
 
 }  // namespace marrow

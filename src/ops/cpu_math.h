@@ -5,17 +5,16 @@
 #include "ops/pch.h"
 
 // The BLAS inside libtorch (MKL), column-major. One thread inside at::parallel_for, all outside.
-extern "C" void sgemm_(const char* trans_a, const char* trans_b, const int* m, const int* n,
-                       const int* k, const float* alpha, const float* a, const int* lda,
-                       const float* b, const int* ldb, const float* beta, float* c, const int* ldc);
+extern "C" void sgemm_(const char* trans_a, const char* trans_b, const int* m, const int* n, const int* k,
+                       const float* alpha, const float* a, const int* lda, const float* b, const int* ldb,
+                       const float* beta, float* c, const int* ldc);
 
 namespace marrow {
 
 // Row-major c [m, n] = op(a) [m, k] · op(b) [k, n] + beta · c; op(a) = aᵀ where transpose_a. ld is
 // the distance of rows as stored. beta = 0 does not read c. Sizes of a call stay below 2^31.
-inline void sgemm(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k,
-                  const float* a, int64_t lda, const float* b, int64_t ldb, float beta, float* c,
-                  int64_t ldc) {
+inline void sgemm(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, const float* a, int64_t lda,
+                  const float* b, int64_t ldb, float beta, float* c, int64_t ldc) {
   if (m == 0 || n == 0) return;
   if (k == 0) {
     if (beta == 0.0f) {
@@ -25,14 +24,13 @@ inline void sgemm(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int6
   }
   const int sizes[] = {int(n), int(m), int(k), int(ldb), int(lda), int(ldc)};
   const float one = 1.0f;
-  sgemm_(transpose_b ? "T" : "N", transpose_a ? "T" : "N", &sizes[0], &sizes[1], &sizes[2], &one, b,
-         &sizes[3], a, &sizes[4], &beta, c, &sizes[5]);
+  sgemm_(transpose_b ? "T" : "N", transpose_a ? "T" : "N", &sizes[0], &sizes[1], &sizes[2], &one, b, &sizes[3], a,
+         &sizes[4], &beta, c, &sizes[5]);
 }
 
 // exp of 8 floats, 1e-7 relative; below -87 it is 0, above 88 it saturates. NaN stays NaN.
 inline __m256 exp8(__m256 x) {
-  const __m256 limited =
-      _mm256_max_ps(_mm256_set1_ps(-87.5f), _mm256_min_ps(_mm256_set1_ps(88.0f), x));
+  const __m256 limited = _mm256_max_ps(_mm256_set1_ps(-87.5f), _mm256_min_ps(_mm256_set1_ps(88.0f), x));
   const __m256 n = _mm256_round_ps(_mm256_mul_ps(limited, _mm256_set1_ps(1.44269504f)),
                                    _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   __m256 r = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), limited);
@@ -44,8 +42,7 @@ inline __m256 exp8(__m256 x) {
   p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(1.6666665459e-1f));
   p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(5.0000001201e-1f));
   p = _mm256_fmadd_ps(_mm256_mul_ps(p, r), r, _mm256_add_ps(r, _mm256_set1_ps(1.0f)));
-  const __m256i power =
-      _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+  const __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
   const __m256 result = _mm256_mul_ps(p, _mm256_castsi256_ps(power));
   return _mm256_andnot_ps(_mm256_cmp_ps(x, _mm256_set1_ps(-87.0f), _CMP_LT_OQ), result);
 }
@@ -80,8 +77,7 @@ inline float inverse_rms(const float* x, int64_t size, float eps) {
 }
 
 // target[c] += Σ_r partials[r · stride + c] for c < columns, each sum in the order of r.
-inline void add_column_sums(const float* partials, int64_t rows, int64_t stride, int64_t columns,
-                            float* target) {
+inline void add_column_sums(const float* partials, int64_t rows, int64_t stride, int64_t columns, float* target) {
   for (int64_t c = 0; c < columns; ++c) {
     float sum = 0;
     for (int64_t r = 0; r < rows; ++r) sum += partials[r * stride + c];
@@ -112,8 +108,7 @@ inline float exp_row(float* values, int64_t size, float shift) {
   }
   float sum = sum8(sums);
   if (c == size) return sum;
-  store8(values + c, exp8(_mm256_sub_ps(load8(values + c, size - c), _mm256_set1_ps(shift))),
-         size - c);
+  store8(values + c, exp8(_mm256_sub_ps(load8(values + c, size - c), _mm256_set1_ps(shift))), size - c);
   for (; c < size; ++c) sum += values[c];
   return sum;
 }

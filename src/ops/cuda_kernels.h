@@ -40,8 +40,8 @@ struct AdamwFactors {
 };
 
 // working: bf16 or none.
-void adamw_update_cuda(View master, View working, View grad, View exp_avg, View exp_avg_sq,
-                       View grad_scale, const AdamwFactors& factors);
+void adamw_update_cuda(View master, View working, View grad, View exp_avg, View exp_avg_sq, View grad_scale,
+                       const AdamwFactors& factors);
 
 // grad[ids[t]] += d_out[t] with fp32 atomics.
 void embedding_backward_cuda(View ids, View d_out, View grad);
@@ -53,8 +53,8 @@ constexpr int64_t kPairsPerBlock = 2048;  // of a counting sort's block
 
 // Sorts the pairs of experts [T, k] by expert, stable; block_rows [⌈pairs / kPairsPerBlock⌉, E] is
 // scratch. Outputs as in ExpertPermutation, all int32.
-void expert_permutation_cuda(View experts, View block_rows, View offsets, View source_of_row,
-                             View rows_of_source, View slot_of_row);
+void expert_permutation_cuda(View experts, View block_rows, View offsets, View source_of_row, View rows_of_source,
+                             View slot_of_row);
 
 // accumulator fp32 += addend bf16.
 void add_bf16_to_fp32_cuda(View accumulator, View addend);
@@ -62,18 +62,16 @@ void add_bf16_to_fp32_cuda(View accumulator, View addend);
 // Row r of logits [R, V]: losses[r] = -log softmax(row)[targets[r]], 0 where the target is -1 (NaN
 // where it is outside the vocabulary). with_gradient overwrites the row by gradient_scale · d loss
 // / d logits.
-void cross_entropy_cuda(View logits, View targets, View losses, float gradient_scale,
-                        bool with_gradient);
+void cross_entropy_cuda(View logits, View targets, View losses, float gradient_scale, bool with_gradient);
 
 // momentum_buffer = lerp(momentum_buffer, g, 1 - momentum); direction (bf16) = lerp(g,
 // momentum_buffer, momentum), g = *grad_scale · grad. A gated step (scale 0 or not finite) leaves
 // the buffer alone and gives zeros.
-void muon_momentum_cuda(View grad, View momentum_buffer, View direction, View grad_scale,
-                        float momentum, bool zero_grad);
+void muon_momentum_cuda(View grad, View momentum_buffer, View direction, View grad_scale, float momentum,
+                        bool zero_grad);
 
 // master = decay · master - step_size · orthogonal (bf16) unless gated; working bf16 or none.
-void muon_apply_cuda(View master, View working, View orthogonal, View grad_scale, float decay,
-                     float step_size);
+void muon_apply_cuda(View master, View working, View orthogonal, View grad_scale, float decay, float step_size);
 
 // Most rows of the `partials` of their backwards: blocks, each with its own sum for the weight's
 // gradient. 8 for each of an H200's 132 multiprocessors.
@@ -95,16 +93,16 @@ void qk_norm_rope_forward_cuda(const QkNormRopeArgs& args, View q, View k);
 
 // d_qkv from dq, dk, dv. q_norm_grad and k_norm_grad [D] fp32, or none, += sums of partials
 // [blocks, 2D] fp32, in a fixed order.
-void qk_norm_rope_backward_cuda(const QkNormRopeArgs& args, View dq, View dk, View dv, View d_qkv,
-                                View partials, View q_norm_grad, View k_norm_grad);
+void qk_norm_rope_backward_cuda(const QkNormRopeArgs& args, View dq, View dk, View dv, View d_qkv, View partials,
+                                View q_norm_grad, View k_norm_grad);
 
 // normed = rms_norm(x), or where there is a residual of sum = x + residual, which is written too.
 void rms_norm_forward_cuda(View x, View residual, View weight, View sum, View normed, float eps);
 
 // dx = gradient through the norm of x + d_sum (or none). weight_grad [H] (or none) += the sum of
 // partials [blocks, H] fp32, in a fixed order.
-void rms_norm_backward_cuda(View x, View d_normed, View d_sum, View weight, View dx, View partials,
-                            View weight_grad, float eps);
+void rms_norm_backward_cuda(View x, View d_normed, View d_sum, View weight, View dx, View partials, View weight_grad,
+                            float eps);
 
 constexpr int64_t kSumBlocks = 1056;  // partial sums; fixed, so that the order of adding is too
 
@@ -126,15 +124,13 @@ int64_t router_blocks_per_group(const RouterShape& shape);
 
 // probabilities [T, E] holds logits on entry. selection_bias [E] or none. lse [T], counts [G, E]
 // zeroed, partial_sums [G · blocks, E + 1] scratch; the rest as in RouterOutput.
-void router_forward_cuda(const RouterShape& shape, View probabilities, View selection_bias,
-                         View lse, View experts, View weights, View counts, View partial_sums,
-                         View probability_sums, View z_sum);
+void router_forward_cuda(const RouterShape& shape, View probabilities, View selection_bias, View lse, View experts,
+                         View weights, View counts, View partial_sums, View probability_sums, View z_sum);
 
 // d_weights [T, k] or none; balance_gradient [G, E] or none. d_logits: fp32 [T, E], or bf16
 // [T, 2E]: rounded values in the first E columns, what rounding lost in the rest.
-void router_backward_cuda(const RouterShape& shape, View probabilities, View lse, View experts,
-                          View weights, View d_weights, View balance_gradient,
-                          float z_loss_gradient, View d_logits);
+void router_backward_cuda(const RouterShape& shape, View probabilities, View lse, View experts, View weights,
+                          View d_weights, View balance_gradient, float z_loss_gradient, View d_logits);
 
 // out[r] = x[source[r]], zero where source is -1; source int32.
 void gather_rows_cuda(View x, View source, View out);

@@ -25,8 +25,7 @@ bool gpu_available() {
 int64_t peak_memory_bytes(at::Device device) {
 #ifdef MARROW_CUDA
   if (device.is_cuda()) {
-    const auto stats =
-        c10::cuda::CUDACachingAllocator::getDeviceStats(std::max<int>(device.index(), 0));
+    const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(std::max<int>(device.index(), 0));
     return stats.reserved_bytes[0].peak;
   }
 #else

@@ -13,8 +13,7 @@ void check_ids(const at::Tensor& ids, const Parameter& weight) {
   for (int64_t t = 0; t < ids.size(0); ++t) {
     MARROW_CHECK(id[t] >= 0 && id[t] < vocabulary, ExitCode::kBadInput,
                  Fix("tokenize the corpus with this model's tokenizer (marrow tokenize)"),
-                 "token id {} at position {} is outside of {}'s {} rows", id[t], t, weight.name,
-                 vocabulary);
+                 "token id {} at position {} is outside of {}'s {} rows", id[t], t, weight.name, vocabulary);
   }
 }
 
@@ -29,8 +28,7 @@ Tensor embedding_forward(const Tensor& ids, const Parameter& weight) {
   return out;
 }
 
-void embedding_backward(const Tensor& ids, const Tensor& d_out, const Parameter& weight,
-                        bool deterministic) {
+void embedding_backward(const Tensor& ids, const Tensor& d_out, const Parameter& weight, bool deterministic) {
   if (!weight.grad.defined() || ids.numel() == 0) return;
   check_ids(ids, weight);
   const Tensor rows = d_out.detach().contiguous();

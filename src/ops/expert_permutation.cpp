@@ -34,22 +34,19 @@ ExpertPermutation expert_permutation(const Tensor& experts, int64_t expert_count
                Fix("lower train.micro_batch: fewer than 2^31 / k tokens a micro-batch"),
                "expert_permutation: experts are {}", c10::str(experts.sizes()));
   MARROW_CHECK(expert_count > 0 && expert_count <= 1024, ExitCode::kUsage,
-               Fix("use a model with at most 1024 experts a layer"),
-               "{} experts are outside [1, 1024]", expert_count);
+               Fix("use a model with at most 1024 experts a layer"), "{} experts are outside [1, 1024]", expert_count);
   const int64_t pairs = experts.numel();
-  const ExpertPermutation result{
-      {at::empty({pairs}, experts.options()), at::empty(experts.sizes(), experts.options())},
-      at::empty({expert_count}, experts.options()),
-      at::empty({pairs}, experts.options())};
+  const ExpertPermutation result{{at::empty({pairs}, experts.options()), at::empty(experts.sizes(), experts.options())},
+                                 at::empty({expert_count}, experts.options()),
+                                 at::empty({pairs}, experts.options())};
   if (experts.is_cpu()) {
     sort_pairs_cpu(experts, expert_count, result);
     return result;
   }
   const int64_t blocks = (pairs + kPairsPerBlock - 1) / kPairsPerBlock;
   const Tensor block_rows = at::empty({blocks, expert_count}, experts.options());
-  MARROW_CUDA_CALL(expert_permutation_cuda(experts, block_rows, result.offsets,
-                                           result.map.source_of_row, result.map.rows_of_source,
-                                           result.slot_of_row));
+  MARROW_CUDA_CALL(expert_permutation_cuda(experts, block_rows, result.offsets, result.map.source_of_row,
+                                           result.map.rows_of_source, result.slot_of_row));
   return result;
 }
 

@@ -15,14 +15,12 @@ __device__ int expert_at(const int32_t* experts, int64_t pair, int64_t pairs, in
   return expert >= 0 && expert < expert_count ? expert : -1;
 }
 
-__global__ void count_pairs(const int32_t* experts, int64_t pairs, int expert_count,
-                            int32_t* block_rows) {
+__global__ void count_pairs(const int32_t* experts, int64_t pairs, int expert_count, int32_t* block_rows) {
   __shared__ int counts[kMaxExperts];
   for (int e = threadIdx.x; e < expert_count; e += kThreads) counts[e] = 0;
   __syncthreads();
   for (int i = threadIdx.x; i < kPairsPerBlock; i += kThreads) {
-    const int expert =
-        expert_at(experts, int64_t{blockIdx.x} * kPairsPerBlock + i, pairs, expert_count);
+    const int expert = expert_at(experts, int64_t{blockIdx.x} * kPairsPerBlock + i, pairs, expert_count);
     if (expert >= 0) atomicAdd(&counts[expert], 1);  // integers: any order gives the same sum
   }
   __syncthreads();
@@ -33,8 +31,7 @@ __global__ void count_pairs(const int32_t* experts, int64_t pairs, int expert_co
 
 // One block. Turns counts per (block, expert) into the first row of each, and writes the offsets.
 // Thread (e, part) owns a share of the blocks for expert e.
-__global__ void scan_blocks(int32_t* block_rows, int blocks, int expert_count, int parts,
-                            int32_t* offsets) {
+__global__ void scan_blocks(int32_t* block_rows, int blocks, int expert_count, int parts, int32_t* offsets) {
   __shared__ int totals[kMaxExperts];
   __shared__ int starts[kMaxExperts];
   const int e = threadIdx.x % expert_count, part = threadIdx.x / expert_count;
@@ -76,8 +73,8 @@ __global__ void scan_blocks(int32_t* block_rows, int blocks, int expert_count, i
 
 // Warp w of a block owns the w-th share of its pairs, in order; next[w][e] is its next row of e.
 __global__ void place_pairs(const int32_t* experts, int64_t pairs, int64_t top_k, int expert_count,
-                            const int32_t* block_rows, const int32_t* offsets,
-                            int32_t* source_of_row, int32_t* rows_of_source, int32_t* slot_of_row) {
+                            const int32_t* block_rows, const int32_t* offsets, int32_t* source_of_row,
+                            int32_t* rows_of_source, int32_t* slot_of_row) {
   extern __shared__ int next[];  // [kWarps, expert_count]
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   for (int i = threadIdx.x; i < kWarps * expert_count; i += kThreads) next[i] = 0;
@@ -123,20 +120,18 @@ __global__ void place_pairs(const int32_t* experts, int64_t pairs, int64_t top_k
 
 }  // namespace
 
-void expert_permutation_cuda(View experts, View block_rows, View offsets, View source_of_row,
-                             View rows_of_source, View slot_of_row) {
+void expert_permutation_cuda(View experts, View block_rows, View offsets, View source_of_row, View rows_of_source,
+                             View slot_of_row) {
   const int64_t pairs = experts.elements;
   const unsigned blocks = blocks_for(pairs, kPairsPerBlock);
   const int count = static_cast<int>(offsets.elements);
   if (blocks > 0) {
     count_pairs<<<blocks, kThreads, 0, current_stream()>>>(experts, pairs, count, block_rows);
   }
-  scan_blocks<<<1, 1024, 0, current_stream()>>>(block_rows, static_cast<int>(blocks), count,
-                                                1024 / count, offsets);
+  scan_blocks<<<1, 1024, 0, current_stream()>>>(block_rows, static_cast<int>(blocks), count, 1024 / count, offsets);
   if (blocks > 0) {
     place_pairs<<<blocks, kThreads, kWarps * count * sizeof(int), current_stream()>>>(
-        experts, pairs, experts.width, count, block_rows, offsets, source_of_row, rows_of_source,
-        slot_of_row);
+        experts, pairs, experts.width, count, block_rows, offsets, source_of_row, rows_of_source, slot_of_row);
   }
   MARROW_CUDA_CHECK(cudaGetLastError());
 }

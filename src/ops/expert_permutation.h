@@ -5,8 +5,8 @@
 namespace marrow {
 
 struct ExpertPermutation {
-  RowMap map;          // source: tokens [T]; rows: pairs [T·k], sorted by expert, then by token
-  at::Tensor offsets;  // [E] int32: end row of each expert, cumulative; the last is R
+  RowMap map;              // source: tokens [T]; rows: pairs [T·k], sorted by expert, then by token
+  at::Tensor offsets;      // [E] int32: end row of each expert, cumulative; the last is R
   at::Tensor slot_of_row;  // [T·k] int32: t·k + j of the pair behind each row
 };
 

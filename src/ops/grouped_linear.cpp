@@ -16,8 +16,8 @@ Range expert_rows(const int32_t* offsets, int64_t expert) {
 
 // out [R, N] = rows [R, K] · op(weight[e]), where op transposes for the forward. Threads take equal
 // shares of the rows: experts are of unequal size.
-void multiply_rows_cpu(const Tensor& rows, const Tensor& weight, const Tensor& offsets,
-                       bool transpose, const Tensor& out) {
+void multiply_rows_cpu(const Tensor& rows, const Tensor& weight, const Tensor& offsets, bool transpose,
+                       const Tensor& out) {
   const int64_t inner = rows.size(1), outer = out.size(1), experts = weight.size(0);
   const int32_t* ends = ints(offsets);
   const float *x = floats(rows), *w = floats(weight);
@@ -27,8 +27,8 @@ void multiply_rows_cpu(const Tensor& rows, const Tensor& weight, const Tensor& o
     for (int64_t e = 0; e < experts && done < end; ++e) {
       const int64_t stop = std::min<int64_t>(end, ends[e]);
       if (stop <= done) continue;
-      sgemm(false, transpose, stop - done, outer, inner, x + done * inner, inner,
-            w + e * inner * outer, transpose ? inner : outer, 0.0f, y + done * outer, outer);
+      sgemm(false, transpose, stop - done, outer, inner, x + done * inner, inner, w + e * inner * outer,
+            transpose ? inner : outer, 0.0f, y + done * outer, outer);
       done = stop;
     }
     std::fill(y + done * outer, y + end * outer, 0.0f);
@@ -36,8 +36,7 @@ void multiply_rows_cpu(const Tensor& rows, const Tensor& weight, const Tensor& o
 }
 
 // grad[e] [N, K] += dyᵀ · rows over the rows of e. Threads take equal shares of N.
-void accumulate_cpu(const Tensor& grad, const Tensor& dy, const Tensor& rows,
-                    const Tensor& offsets) {
+void accumulate_cpu(const Tensor& grad, const Tensor& dy, const Tensor& rows, const Tensor& offsets) {
   const int64_t n = dy.size(1), k = rows.size(1), experts = grad.size(0);
   const int32_t* ends = ints(offsets);
   const float *d = floats(dy), *x = floats(rows);
@@ -46,8 +45,8 @@ void accumulate_cpu(const Tensor& grad, const Tensor& dy, const Tensor& rows,
     for (int64_t e = 0; e < experts; ++e) {
       const auto [first, last] = expert_rows(ends, e);
       if (last == first) continue;
-      sgemm(true, false, end - begin, k, last - first, d + first * n + begin, n, x + first * k, k,
-            1.0f, g + (e * n + begin) * k, k);
+      sgemm(true, false, end - begin, k, last - first, d + first * n + begin, n, x + first * k, k, 1.0f,
+            g + (e * n + begin) * k, k);
     }
   });
 }
@@ -61,8 +60,7 @@ void for_each_expert_gpu(const Tensor& offsets, const std::function<void(int64_t
   }
 }
 
-Tensor multiply_rows(const Tensor& rows, const Tensor& weight, const Tensor& offsets,
-                     bool transpose) {
+Tensor multiply_rows(const Tensor& rows, const Tensor& weight, const Tensor& offsets, bool transpose) {
   const int64_t outer = weight.size(transpose ? 1 : 2);
   const Tensor matrix = transpose ? weight.transpose(1, 2) : weight;
   if (rows.size(0) == 0) return at::empty({0, outer}, rows.options());
@@ -96,8 +94,8 @@ void accumulate(const Tensor& grad, const Tensor& dy, const Tensor& rows, const 
 
 class GroupedLinear : public torch::autograd::Function<GroupedLinear> {
  public:
-  static Tensor forward(AutogradContext* ctx, const Tensor& rows, const Parameter& weight,
-                        const Tensor& offsets, WeightGradQueue* queue) {
+  static Tensor forward(AutogradContext* ctx, const Tensor& rows, const Parameter& weight, const Tensor& offsets,
+                        WeightGradQueue* queue) {
     ctx->save_for_backward({rows, weight.value, offsets});
     ctx->saved_data["grad"] = weight.grad;  // changes in place before the backward
     ctx->saved_data["queue"] = reinterpret_cast<int64_t>(queue);
@@ -119,19 +117,16 @@ class GroupedLinear : public torch::autograd::Function<GroupedLinear> {
 
 }  // namespace
 
-Tensor grouped_linear(const Tensor& rows, const Parameter& weight, const Tensor& offsets,
-                      WeightGradQueue& queue) {
+Tensor grouped_linear(const Tensor& rows, const Parameter& weight, const Tensor& offsets, WeightGradQueue& queue) {
   const at::ScalarType dtype = rows.scalar_type();
   check_tensor(weight.name, weight.value, dtype, {-1, -1, rows.size(-1)});
   check_tensor(weight.name + ": rows", rows, dtype, {-1, -1});
   check_tensor(weight.name + ": offsets", offsets, at::kInt, {weight.value.size(0)}, rows.device());
   const int64_t n = weight.value.size(1), k = weight.value.size(2);
-  MARROW_CHECK(rows.is_cpu() || rows.scalar_type() == at::kFloat || (n % 8 == 0 && k % 8 == 0),
-               ExitCode::kUsage,
+  MARROW_CHECK(rows.is_cpu() || rows.scalar_type() == at::kFloat || (n % 8 == 0 && k % 8 == 0), ExitCode::kUsage,
                Fix("choose hidden and intermediate sizes divisible by 8, or set train.dtype = "
                    "\"fp32\""),
-               "{}: the grouped bf16 product needs sizes divisible by 8, not [{}, {}]", weight.name,
-               n, k);
+               "{}: the grouped bf16 product needs sizes divisible by 8, not [{}, {}]", weight.name, n, k);
   return GroupedLinear::apply(rows, weight, offsets, &queue);
 }
 

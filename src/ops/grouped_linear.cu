@@ -3,9 +3,7 @@
 namespace marrow {
 namespace {
 
-__device__ float2 unpack(uint32_t two) {
-  return {__uint_as_float(two << 16), __uint_as_float(two & 0xffff0000u)};
-}
+__device__ float2 unpack(uint32_t two) { return {__uint_as_float(two << 16), __uint_as_float(two & 0xffff0000u)}; }
 
 __device__ float4 plus(float4 a, uint32_t low, uint32_t high) {
   const float2 x = unpack(low), y = unpack(high);
@@ -43,8 +41,8 @@ void add_bf16_to_fp32_cuda(View accumulator, View addend) {
   const bool aligned = aligned_to(to, 16) && aligned_to(from, 16);
   const int64_t vectors = aligned ? accumulator.elements / 8 : 0;
   if (vectors > 0) {
-    add_vectors<<<blocks_for(vectors, 512), 256, 0, current_stream()>>>(
-        reinterpret_cast<float4*>(to), reinterpret_cast<const uint4*>(from), vectors);
+    add_vectors<<<blocks_for(vectors, 512), 256, 0, current_stream()>>>(reinterpret_cast<float4*>(to),
+                                                                        reinterpret_cast<const uint4*>(from), vectors);
   }
   const int64_t done = vectors * 8, rest = accumulator.elements - done;
   if (rest > 0) {

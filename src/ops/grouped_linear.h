@@ -9,7 +9,7 @@ namespace marrow {
 // weight [E, N, K] of the same dtype, offsets [E] int32 on the same device → [R, N]. Rows from
 // offsets[E-1] on are zero on the CPU, and not written on the GPU. bf16 on the GPU needs K and N
 // divisible by 8. The weight's gradient goes through `queue`.
-at::Tensor grouped_linear(const at::Tensor& rows, const Parameter& weight,
-                          const at::Tensor& offsets, WeightGradQueue& queue);
+at::Tensor grouped_linear(const at::Tensor& rows, const Parameter& weight, const at::Tensor& offsets,
+                          WeightGradQueue& queue);
 
 }  // namespace marrow

@@ -19,8 +19,7 @@
 namespace marrow {
 
 // In op_tools.cpp. The error (kDeviceFault) names the call and CUDA's text.
-[[noreturn]] void throw_cuda_error(const char* call, const char* status, const char* file,
-                                   int line);
+[[noreturn]] void throw_cuda_error(const char* call, const char* status, const char* file, int line);
 cudaStream_t current_stream();  // ATen's
 
 using bf16 = __nv_bfloat16;
@@ -71,8 +70,8 @@ __device__ __forceinline__ T block_sum(T value, T* scratch) {
 
 // target[c] += Σ_r partials[r · stride + c] for c < columns: 32 warps share the rows of 32 columns,
 // always in the same order. Launch with (columns + 31) / 32 blocks of (32, 32).
-static __global__ void add_column_sums(const float* partials, int64_t rows, int64_t stride,
-                                       int64_t columns, float* target) {
+static __global__ void add_column_sums(const float* partials, int64_t rows, int64_t stride, int64_t columns,
+                                       float* target) {
   __shared__ float sums[32][33];
   const int64_t column = static_cast<int64_t>(blockIdx.x) * 32 + threadIdx.x;
   float sum = 0;
@@ -86,10 +85,9 @@ static __global__ void add_column_sums(const float* partials, int64_t rows, int6
   target[column] += sum;
 }
 
-inline void launch_add_column_sums(const float* partials, int64_t rows, int64_t stride,
-                                   int64_t columns, float* target) {
-  add_column_sums<<<(columns + 31) / 32, dim3(32, 32), 0, current_stream()>>>(
-      partials, rows, stride, columns, target);
+inline void launch_add_column_sums(const float* partials, int64_t rows, int64_t stride, int64_t columns,
+                                   float* target) {
+  add_column_sums<<<(columns + 31) / 32, dim3(32, 32), 0, current_stream()>>>(partials, rows, stride, columns, target);
   MARROW_CUDA_CHECK(cudaGetLastError());
 }
 
@@ -101,8 +99,7 @@ inline bool aligned_to(const void* pointer, uintptr_t bytes) {
 // bytes.
 template <typename... Views>
 bool in_packs(int64_t width, const View& first, const Views&... others) {
-  return width % (first.bf16 ? 8 : 4) == 0 && aligned_to(first.data, 16) &&
-         (aligned_to(others.data, 16) && ...);
+  return width % (first.bf16 ? 8 : 4) == 0 && aligned_to(first.data, 16) && (aligned_to(others.data, 16) && ...);
 }
 
 // Calls launch<T>() for T = bf16 or float.

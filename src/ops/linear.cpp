@@ -37,14 +37,12 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
 
 }  // namespace
 
-Tensor linear(const Tensor& x, const Parameter& weight, WeightGradQueue& queue,
-              const Parameter* bias) {
+Tensor linear(const Tensor& x, const Parameter& weight, WeightGradQueue& queue, const Parameter* bias) {
   MARROW_CHECK(x.dim() == 2 && weight.value.dim() == 2 && x.size(1) == weight.value.size(1) &&
                    x.scalar_type() == weight.value.scalar_type(),
                ExitCode::kUsage, Fix("compare the model's config.json with the weights' shapes"),
-               "linear: x {} {} does not fit {} {} {}", c10::str(x.sizes()),
-               c10::toString(x.scalar_type()), weight.name, c10::str(weight.value.sizes()),
-               c10::toString(weight.value.scalar_type()));
+               "linear: x {} {} does not fit {} {} {}", c10::str(x.sizes()), c10::toString(x.scalar_type()),
+               weight.name, c10::str(weight.value.sizes()), c10::toString(weight.value.scalar_type()));
   LinearState state{weight, std::nullopt, &queue};
   if (bias != nullptr) state.bias = *bias;
   return LinearFunction::apply(x, state);

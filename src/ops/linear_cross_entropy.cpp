@@ -14,8 +14,7 @@ constexpr int64_t kCpuLogits = int64_t{1} << 22;  // elements that exist at a ti
 constexpr int64_t kCpuRows = 128;                 // of a task: its logits stay in the cache
 
 // -log p[target]; turns the row into scale · (p - onehot(target)) if with_gradient.
-float cross_entropy_row(float* row, int64_t vocabulary, int64_t target, float scale,
-                        bool with_gradient) {
+float cross_entropy_row(float* row, int64_t vocabulary, int64_t target, float scale, bool with_gradient) {
   const float top = max_of_row(row, vocabulary), target_logit = row[target];
   double sum = 0.0;  // of short fp32 sums: one long fp32 sum is off by 1e-4 at large vocabularies
   for (int64_t v = 0; v < vocabulary; v += 512) {
@@ -29,18 +28,16 @@ float cross_entropy_row(float* row, int64_t vocabulary, int64_t target, float sc
   return top + static_cast<float>(std::log(sum)) - target_logit;
 }
 
-LinearCrossEntropy run_cpu(const Tensor& x, const Parameter& weight, const Tensor& targets,
-                           double gradient_scale, bool with_gradient) {
+LinearCrossEntropy run_cpu(const Tensor& x, const Parameter& weight, const Tensor& targets, double gradient_scale,
+                           bool with_gradient) {
   const int64_t tokens = x.size(0), hidden = x.size(1), vocabulary = weight.value.size(0);
   const Tensor xf = x.to(at::kFloat), wf = weight.value.detach().to(at::kFloat);
   const float *xs = floats(xf), *w = floats(wf);
   const int32_t* target = ints(targets);
-  const int32_t* bad =
-      std::find_if(target, target + tokens, [&](int32_t t) { return t < -1 || t >= vocabulary; });
+  const int32_t* bad = std::find_if(target, target + tokens, [&](int32_t t) { return t < -1 || t >= vocabulary; });
   MARROW_CHECK(bad == target + tokens, ExitCode::kBadInput,
                Fix("tokenize the corpus with the model's tokenizer, or raise vocab_size"),
-               "target {} of token {} is outside the vocabulary of {}", *bad, bad - target,
-               vocabulary);
+               "target {} of token {} is outside the vocabulary of {}", *bad, bad - target, vocabulary);
   LinearCrossEntropy result{at::zeros({1}, xf.options()), {}};
   if (with_gradient) result.d_x = at::empty(xf.sizes(), xf.options());
   float *dx = floats(result.d_x), *dw = floats(weight.grad);
@@ -53,20 +50,19 @@ LinearCrossEntropy run_cpu(const Tensor& x, const Parameter& weight, const Tenso
   const auto run_rows = [&](int64_t first, int64_t begin, int64_t end) {  // rows of the chunk
     float* rows = logits + begin * vocabulary;
     const int64_t count = end - begin;
-    sgemm(false, true, count, vocabulary, hidden, xs + (first + begin) * hidden, hidden, w, hidden,
-          0.0f, rows, vocabulary);
+    sgemm(false, true, count, vocabulary, hidden, xs + (first + begin) * hidden, hidden, w, hidden, 0.0f, rows,
+          vocabulary);
     for (int64_t r = 0; r < count; ++r) {
       const int64_t t = first + begin + r;
       if (target[t] >= 0) {
-        losses[t] =
-            cross_entropy_row(rows + r * vocabulary, vocabulary, target[t], scale, with_gradient);
+        losses[t] = cross_entropy_row(rows + r * vocabulary, vocabulary, target[t], scale, with_gradient);
       } else {
         std::fill_n(rows + r * vocabulary, vocabulary, 0.0f);
       }
     }
     if (!with_gradient) return;
-    sgemm(false, false, count, hidden, vocabulary, rows, vocabulary, w, hidden, 0.0f,
-          dx + (first + begin) * hidden, hidden);
+    sgemm(false, false, count, hidden, vocabulary, rows, vocabulary, w, hidden, 0.0f, dx + (first + begin) * hidden,
+          hidden);
   };
   for (int64_t first = 0; first < tokens; first += chunk) {
     const int64_t count = std::min(chunk, tokens - first);
@@ -77,8 +73,8 @@ LinearCrossEntropy run_cpu(const Tensor& x, const Parameter& weight, const Tenso
     });
     if (!with_gradient) continue;
     at::parallel_for(0, vocabulary, 64, [&](int64_t begin, int64_t end) {
-      sgemm(true, false, end - begin, hidden, count, logits + begin, vocabulary,
-            xs + first * hidden, hidden, 1.0f, dw + begin * hidden, hidden);
+      sgemm(true, false, end - begin, hidden, count, logits + begin, vocabulary, xs + first * hidden, hidden, 1.0f,
+            dw + begin * hidden, hidden);
     });
   }
   *floats(result.loss_sum) = static_cast<float>(std::accumulate(losses.begin(), losses.end(), 0.0));
@@ -86,8 +82,8 @@ LinearCrossEntropy run_cpu(const Tensor& x, const Parameter& weight, const Tenso
   return result;
 }
 
-LinearCrossEntropy run_gpu(const Tensor& x, const Parameter& weight, const Tensor& targets,
-                           double gradient_scale, bool with_gradient) {
+LinearCrossEntropy run_gpu(const Tensor& x, const Parameter& weight, const Tensor& targets, double gradient_scale,
+                           bool with_gradient) {
   const int64_t tokens = x.size(0), vocabulary = weight.value.size(0);
   const Tensor w = weight.value.detach();
   LinearCrossEntropy result;
@@ -99,8 +95,7 @@ LinearCrossEntropy run_gpu(const Tensor& x, const Parameter& weight, const Tenso
     const Tensor rows = x.detach().narrow(0, first, count);
     Tensor logits = buffer.narrow(0, 0, count);
     at::mm_out(logits, rows, w.t());
-    MARROW_CUDA_CALL(cross_entropy_cuda(logits, targets.narrow(0, first, count),
-                                        losses.narrow(0, first, count),
+    MARROW_CUDA_CALL(cross_entropy_cuda(logits, targets.narrow(0, first, count), losses.narrow(0, first, count),
                                         static_cast<float>(gradient_scale), with_gradient));
     if (!with_gradient) continue;
     Tensor dx = result.d_x.narrow(0, first, count);
@@ -113,9 +108,8 @@ LinearCrossEntropy run_gpu(const Tensor& x, const Parameter& weight, const Tenso
 
 }  // namespace
 
-LinearCrossEntropy linear_cross_entropy(const Tensor& x, const Parameter& weight,
-                                        const Tensor& targets, double gradient_scale,
-                                        bool with_gradient) {
+LinearCrossEntropy linear_cross_entropy(const Tensor& x, const Parameter& weight, const Tensor& targets,
+                                        double gradient_scale, bool with_gradient) {
   const at::NoGradGuard no_grad;
   check_tensor(weight.name + ": x", x, kWorkingDtype, {-1, -1});
   check_tensor(weight.name, weight.value, x.scalar_type(), {-1, x.size(1)});

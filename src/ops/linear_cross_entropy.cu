@@ -55,8 +55,8 @@ __device__ void add_pack(Softmax& running, const Pack<T, kSize>& pack) {
 // gradient. Most of the row waits in shared memory, the rest in L2.
 template <typename T, int kSize>
 __global__ void __launch_bounds__(kThreads, 1)
-    cross_entropy(T* logits, const int32_t* targets, float* losses, int64_t rows,
-                  int64_t vocabulary, int64_t cached, float gradient_scale, bool with_gradient) {
+    cross_entropy(T* logits, const int32_t* targets, float* losses, int64_t rows, int64_t vocabulary, int64_t cached,
+                  float gradient_scale, bool with_gradient) {
   using Packed = Pack<T, kSize>;
   extern __shared__ __align__(16) unsigned char bytes[];
   auto* cache = reinterpret_cast<Packed*>(bytes);
@@ -108,8 +108,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 }  // namespace
 
-void cross_entropy_cuda(View logits, View targets, View losses, float gradient_scale,
-                        bool with_gradient) {
+void cross_entropy_cuda(View logits, View targets, View losses, float gradient_scale, bool with_gradient) {
   if (logits.rows == 0) return;
   int device = 0, processors = 0;
   MARROW_CUDA_CHECK(cudaGetDevice(&device));
@@ -119,10 +118,9 @@ void cross_entropy_cuda(View logits, View targets, View losses, float gradient_s
     const int64_t packs = logits.width / kSize, bytes = sizeof(T) * kSize;
     const int64_t cached = with_gradient ? std::min<int64_t>(packs, kCacheBytes / bytes) : 0;
     const auto kernel = cross_entropy<T, kSize>;
-    MARROW_CUDA_CHECK(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kCacheBytes));
-    kernel<<<blocks, kThreads, cached * bytes, current_stream()>>>(
-        logits, targets, losses, logits.rows, logits.width, cached, gradient_scale, with_gradient);
+    MARROW_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kCacheBytes));
+    kernel<<<blocks, kThreads, cached * bytes, current_stream()>>>(logits, targets, losses, logits.rows, logits.width,
+                                                                   cached, gradient_scale, with_gradient);
   });
 }
 

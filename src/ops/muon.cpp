@@ -22,18 +22,18 @@ Tensor orthogonalize(const Tensor& u) {
   return x;
 }
 
-void update_batch(const Tensor& master, const Tensor& working, const Tensor& grad,
-                  const Tensor& momentum_buffer, const Tensor& grad_scale, const MuonStep& step) {
+void update_batch(const Tensor& master, const Tensor& working, const Tensor& grad, const Tensor& momentum_buffer,
+                  const Tensor& grad_scale, const MuonStep& step) {
   const double larger = static_cast<double>(std::max(master.size(1), master.size(2)));
   const double decay = 1.0 - step.lr * step.weight_decay;
   const double step_size = step.lr * 0.2 * std::sqrt(larger);
   if (master.is_cuda()) {
     const Tensor direction = at::empty(grad.sizes(), grad.options().dtype(at::kBFloat16));
-    MARROW_CUDA_CALL(muon_momentum_cuda(grad, momentum_buffer, direction, grad_scale,
-                                        static_cast<float>(step.momentum), step.zero_grad));
+    MARROW_CUDA_CALL(muon_momentum_cuda(grad, momentum_buffer, direction, grad_scale, static_cast<float>(step.momentum),
+                                        step.zero_grad));
     const Tensor orthogonal = orthogonalize(direction);
-    MARROW_CUDA_CALL(muon_apply_cuda(master, working, orthogonal, grad_scale,
-                                     static_cast<float>(decay), static_cast<float>(step_size)));
+    MARROW_CUDA_CALL(muon_apply_cuda(master, working, orthogonal, grad_scale, static_cast<float>(decay),
+                                     static_cast<float>(step_size)));
     return;
   }
   const float scale = *grad_scale.const_data_ptr<float>();
@@ -49,11 +49,11 @@ void update_batch(const Tensor& master, const Tensor& working, const Tensor& gra
 
 }  // namespace
 
-void muon_update(const Tensor& master, const Tensor& working, const Tensor& grad,
-                 const Tensor& momentum_buffer, const Tensor& grad_scale, const MuonStep& step) {
+void muon_update(const Tensor& master, const Tensor& working, const Tensor& grad, const Tensor& momentum_buffer,
+                 const Tensor& grad_scale, const MuonStep& step) {
   const at::NoGradGuard no_grad;
-  MARROW_CHECK(master.dim() == 3, ExitCode::kUsage, Fix("pass [b, n, m] views (ops/muon.h)"),
-               "the masters are {}", c10::str(master.sizes()));
+  MARROW_CHECK(master.dim() == 3, ExitCode::kUsage, Fix("pass [b, n, m] views (ops/muon.h)"), "the masters are {}",
+               c10::str(master.sizes()));
   check_tensor("master", master, at::kFloat, master.sizes());
   const at::Device device = master.device();
   check_tensor("grad", grad, at::kFloat, master.sizes(), device);
@@ -66,8 +66,7 @@ void muon_update(const Tensor& master, const Tensor& working, const Tensor& grad
     const auto part = [&](const Tensor& all) {
       return all.defined() ? all.slice(0, first, std::min(first + batch, all.size(0))) : all;
     };
-    update_batch(part(master.detach()), part(working), part(grad), part(momentum_buffer),
-                 grad_scale, step);
+    update_batch(part(master.detach()), part(working), part(grad), part(momentum_buffer), grad_scale, step);
   }
 }
 

@@ -18,7 +18,6 @@ struct MuonStep {
 // bf16 on the GPU, in fp32 on the CPU. g = grad_scale · grad; grad_scale [1] fp32 on the device:
 // where it is 0 or not finite, nothing but `zero_grad` happens.
 void muon_update(const at::Tensor& master, const at::Tensor& working, const at::Tensor& grad,
-                 const at::Tensor& momentum_buffer, const at::Tensor& grad_scale,
-                 const MuonStep& step);
+                 const at::Tensor& momentum_buffer, const at::Tensor& grad_scale, const MuonStep& step);
 
 }  // namespace marrow

@@ -6,10 +6,9 @@
 
 namespace marrow {
 
-void check_tensor(std::string_view name, const Tensor& tensor, at::ScalarType dtype,
-                  at::IntArrayRef sizes, std::optional<at::Device> device) {
-  MARROW_CHECK(tensor.defined(), ExitCode::kUsage, Fix("pass this tensor"), "{} is undefined",
-               name);
+void check_tensor(std::string_view name, const Tensor& tensor, at::ScalarType dtype, at::IntArrayRef sizes,
+                  std::optional<at::Device> device) {
+  MARROW_CHECK(tensor.defined(), ExitCode::kUsage, Fix("pass this tensor"), "{} is undefined", name);
   const at::ScalarType type = tensor.scalar_type();
   bool fits = dtype == kWorkingDtype ? type == at::kFloat || type == at::kBFloat16 : type == dtype;
   fits = fits && tensor.is_contiguous() && tensor.device() == device.value_or(tensor.device()) &&
@@ -19,9 +18,8 @@ void check_tensor(std::string_view name, const Tensor& tensor, at::ScalarType dt
   }
   MARROW_CHECK(fits, ExitCode::kUsage,
                Fix("compare config.json with the weights' shapes; set train.dtype to fp32 or bf16"),
-               "{} is {} {}{} on {}; it must be contiguous {} {} on {} (-1: any size)", name,
-               c10::toString(type), c10::str(tensor.sizes()),
-               tensor.is_contiguous() ? "" : " with gaps", tensor.device().str(),
+               "{} is {} {}{} on {}; it must be contiguous {} {} on {} (-1: any size)", name, c10::toString(type),
+               c10::str(tensor.sizes()), tensor.is_contiguous() ? "" : " with gaps", tensor.device().str(),
                dtype == kWorkingDtype ? "fp32 or bf16" : c10::toString(dtype), c10::str(sizes),
                device.value_or(tensor.device()).str());
 }
@@ -30,8 +28,7 @@ void check_tensor(std::string_view name, const Tensor& tensor, at::ScalarType dt
 cudaStream_t current_stream();  // these two are declared for .cu files in kernel_tools.cuh
 cudaStream_t current_stream() { return c10::cuda::getCurrentCUDAStream().stream(); }
 
-[[noreturn]] void throw_cuda_error(const char* call, const char* status, const char* file,
-                                   int line);
+[[noreturn]] void throw_cuda_error(const char* call, const char* status, const char* file, int line);
 void throw_cuda_error(const char* call, const char* status, const char* file, int line) {
   throw Error(ExitCode::kDeviceFault, fmt::format("{} failed: {}", call, status),
               Fix("run again with CUDA_LAUNCH_BLOCKING=1, or under compute-sanitizer, to find the "

@@ -14,16 +14,14 @@ constexpr at::ScalarType kWorkingDtype = at::ScalarType::Undefined;  // fp32 or 
 
 // Throws unless the tensor is contiguous, of this type and of these sizes (-1: any), and on this
 // device, if given.
-void check_tensor(std::string_view name, const Tensor& tensor, at::ScalarType dtype,
-                  at::IntArrayRef sizes, std::optional<at::Device> device = std::nullopt);
+void check_tensor(std::string_view name, const Tensor& tensor, at::ScalarType dtype, at::IntArrayRef sizes,
+                  std::optional<at::Device> device = std::nullopt);
 
 inline float* floats(const Tensor& x) { return x.defined() ? x.data_ptr<float>() : nullptr; }
 inline int32_t* ints(const Tensor& x) { return x.data_ptr<int32_t>(); }
 
 // An argument of an autograd Function that may be absent: an undefined tensor is no input of one.
-inline std::optional<Tensor> if_defined(const Tensor& x) {
-  return x.defined() ? std::optional(x) : std::nullopt;
-}
+inline std::optional<Tensor> if_defined(const Tensor& x) { return x.defined() ? std::optional(x) : std::nullopt; }
 
 template <typename T>
 struct SavedState : torch::CustomClassHolder {
@@ -35,8 +33,7 @@ struct SavedState : torch::CustomClassHolder {
 // Activations go through ctx->save_for_backward, which frees them right after the backward.
 template <typename T>
 void save_state(AutogradContext* ctx, T state) {
-  ctx->saved_data["state"] =
-      at::IValue::make_capsule(c10::make_intrusive<SavedState<T>>(std::move(state)));
+  ctx->saved_data["state"] = at::IValue::make_capsule(c10::make_intrusive<SavedState<T>>(std::move(state)));
 }
 
 template <typename T>

@@ -11,10 +11,9 @@ __device__ bool gated(float scale) { return scale == 0.0f || !isfinite(scale); }
 
 // kSize elements a thread, one access to each array.
 template <typename Moment, int kSize>
-__global__ void adamw_step(Pack<float, kSize>* master, Pack<bf16, kSize>* working,
-                           Pack<float, kSize>* grad, Pack<Moment, kSize>* exp_avg,
-                           Pack<Moment, kSize>* exp_avg_sq, const float* grad_scale, AdamwFactors f,
-                           int64_t packs) {
+__global__ void adamw_step(Pack<float, kSize>* master, Pack<bf16, kSize>* working, Pack<float, kSize>* grad,
+                           Pack<Moment, kSize>* exp_avg, Pack<Moment, kSize>* exp_avg_sq, const float* grad_scale,
+                           AdamwFactors f, int64_t packs) {
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (i >= packs) return;
   const float scale = *grad_scale;
@@ -48,18 +47,16 @@ __global__ void adamw_step(Pack<float, kSize>* master, Pack<bf16, kSize>* workin
 
 // Updates the elements from `first` on, in packs of kSize; the rest of them is left.
 template <typename Moment, int kSize>
-void launch(const View& master, const View& working, const View& grad, const View& exp_avg,
-            const View& exp_avg_sq, const View& grad_scale, const AdamwFactors& factors,
-            int64_t first) {
+void launch(const View& master, const View& working, const View& grad, const View& exp_avg, const View& exp_avg_sq,
+            const View& grad_scale, const AdamwFactors& factors, int64_t first) {
   const int64_t packs = (master.elements - first) / kSize;
   if (packs == 0) return;
   const auto from = [&]<typename T>(T* data) {
     return data == nullptr ? nullptr : reinterpret_cast<Pack<T, kSize>*>(data + first);
   };
   adamw_step<Moment, kSize><<<blocks_for(packs, kThreads), kThreads, 0, current_stream()>>>(
-      from(static_cast<float*>(master)), from(static_cast<bf16*>(working)),
-      from(static_cast<float*>(grad)), from(static_cast<Moment*>(exp_avg)),
-      from(static_cast<Moment*>(exp_avg_sq)), grad_scale, factors, packs);
+      from(static_cast<float*>(master)), from(static_cast<bf16*>(working)), from(static_cast<float*>(grad)),
+      from(static_cast<Moment*>(exp_avg)), from(static_cast<Moment*>(exp_avg_sq)), grad_scale, factors, packs);
 }
 
 __device__ float lerp1(float a, float b, float t) { return a + t * (b - a); }
@@ -82,8 +79,8 @@ __device__ void store4(T* to, const float (&from)[4], int64_t i, int64_t n, bool
   }
 }
 
-__global__ void muon_momentum(float* grad, float* buffer, bf16* direction, const float* grad_scale,
-                              float momentum, bool zero_grad, int64_t n, bool vectors) {
+__global__ void muon_momentum(float* grad, float* buffer, bf16* direction, const float* grad_scale, float momentum,
+                              bool zero_grad, int64_t n, bool vectors) {
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (4 * i >= n) return;
   const float scale = *grad_scale;
@@ -105,9 +102,8 @@ __global__ void muon_momentum(float* grad, float* buffer, bf16* direction, const
   if (zero_grad) store4(grad, zeros, i, n, vectors);
 }
 
-__global__ void muon_apply(float* master, bf16* working, const bf16* orthogonal,
-                           const float* grad_scale, float decay, float step_size, int64_t n,
-                           bool vectors) {
+__global__ void muon_apply(float* master, bf16* working, const bf16* orthogonal, const float* grad_scale, float decay,
+                           float step_size, int64_t n, bool vectors) {
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (4 * i >= n || gated(*grad_scale)) return;
   float o[4], w[4];
@@ -122,14 +118,12 @@ __global__ void muon_apply(float* master, bf16* working, const bf16* orthogonal,
 unsigned blocks_of(int64_t n) { return static_cast<unsigned>((n / 4 + kThreads) / kThreads); }
 
 // Four 16-byte loads in flight a thread; squares and sums in fp64.
-__global__ void square_sums(const float* flat, int64_t vectors, int64_t head, int64_t n,
-                            double* partial) {
+__global__ void square_sums(const float* flat, int64_t vectors, int64_t head, int64_t n, double* partial) {
   constexpr int kUnroll = 4;
   const auto* in = reinterpret_cast<const float4*>(flat + head);
   const int64_t stride = int64_t{gridDim.x} * kThreads;
   double total = 0.0;
-  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < vectors;
-       i += stride * kUnroll) {
+  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < vectors; i += stride * kUnroll) {
     float4 v[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
@@ -160,11 +154,10 @@ __global__ void add_partial(const double* partial, double* total) {
 
 }  // namespace
 
-void adamw_update_cuda(View master, View working, View grad, View exp_avg, View exp_avg_sq,
-                       View grad_scale, const AdamwFactors& factors) {
+void adamw_update_cuda(View master, View working, View grad, View exp_avg, View exp_avg_sq, View grad_scale,
+                       const AdamwFactors& factors) {
   launch_typed(exp_avg.bf16, [&]<typename Moment>() {
-    const bool vectors = aligned_to(master.data, 16) && aligned_to(grad.data, 16) &&
-                         aligned_to(working.data, 8) &&
+    const bool vectors = aligned_to(master.data, 16) && aligned_to(grad.data, 16) && aligned_to(working.data, 8) &&
                          aligned_to(exp_avg.data, 4 * sizeof(Moment)) &&
                          aligned_to(exp_avg_sq.data, 4 * sizeof(Moment));
     if (vectors) {
@@ -175,30 +168,26 @@ void adamw_update_cuda(View master, View working, View grad, View exp_avg, View 
   });
 }
 
-void muon_momentum_cuda(View grad, View momentum_buffer, View direction, View grad_scale,
-                        float momentum, bool zero_grad) {
-  const bool vectors = aligned_to(grad.data, 16) && aligned_to(momentum_buffer.data, 16) &&
-                       aligned_to(direction.data, 8);
+void muon_momentum_cuda(View grad, View momentum_buffer, View direction, View grad_scale, float momentum,
+                        bool zero_grad) {
+  const bool vectors =
+      aligned_to(grad.data, 16) && aligned_to(momentum_buffer.data, 16) && aligned_to(direction.data, 8);
   muon_momentum<<<blocks_of(grad.elements), kThreads, 0, current_stream()>>>(
       grad, momentum_buffer, direction, grad_scale, momentum, zero_grad, grad.elements, vectors);
   MARROW_CUDA_CHECK(cudaGetLastError());
 }
 
-void muon_apply_cuda(View master, View working, View orthogonal, View grad_scale, float decay,
-                     float step_size) {
-  const bool vectors =
-      aligned_to(master.data, 16) && aligned_to(working.data, 8) && aligned_to(orthogonal.data, 8);
-  muon_apply<<<blocks_of(master.elements), kThreads, 0, current_stream()>>>(
-      master, working, orthogonal, grad_scale, decay, step_size, master.elements, vectors);
+void muon_apply_cuda(View master, View working, View orthogonal, View grad_scale, float decay, float step_size) {
+  const bool vectors = aligned_to(master.data, 16) && aligned_to(working.data, 8) && aligned_to(orthogonal.data, 8);
+  muon_apply<<<blocks_of(master.elements), kThreads, 0, current_stream()>>>(master, working, orthogonal, grad_scale,
+                                                                            decay, step_size, master.elements, vectors);
   MARROW_CUDA_CHECK(cudaGetLastError());
 }
 
 void add_sum_of_squares_cuda(View flat, View partial, View total) {
   const int64_t n = flat.elements;
-  const int64_t head =
-      min(n, static_cast<int64_t>(-(reinterpret_cast<intptr_t>(flat.data) / 4) & 3));
-  square_sums<<<kSumBlocks, kThreads, 0, current_stream()>>>(flat, (n - head) / 4, head, n,
-                                                             partial);
+  const int64_t head = min(n, static_cast<int64_t>(-(reinterpret_cast<intptr_t>(flat.data) / 4) & 3));
+  square_sums<<<kSumBlocks, kThreads, 0, current_stream()>>>(flat, (n - head) / 4, head, n, partial);
   add_partial<<<1, kThreads, 0, current_stream()>>>(partial, total);
   MARROW_CUDA_CHECK(cudaGetLastError());
 }

@@ -34,10 +34,8 @@ void fill_cpu(float* out, int64_t n, const philox::Key& key, int64_t first, floa
 
 }  // namespace
 
-void philox_normal(at::Tensor out, int64_t seed, std::string_view name, int64_t first_element,
-                   double std) {
-  MARROW_CHECK(first_element >= 0, ExitCode::kUsage,
-               Fix("fill from an element index that is not negative"),
+void philox_normal(at::Tensor out, int64_t seed, std::string_view name, int64_t first_element, double std) {
+  MARROW_CHECK(first_element >= 0, ExitCode::kUsage, Fix("fill from an element index that is not negative"),
                "philox_normal: {} {} from element {}", name, c10::str(out.sizes()), first_element);
   if (out.numel() == 0) return;
   check_tensor(name, out, kWorkingDtype, out.sizes());

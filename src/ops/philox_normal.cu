@@ -27,8 +27,7 @@ void philox_normal_cuda(View out, const philox::Key& key, int64_t first_element,
   const int64_t n = out.elements;
   const int64_t philox_blocks = (first_element + n + 3) / 4 - first_element / 4;
   launch_typed(out.bf16, [&]<typename T>() {
-    fill<T><<<blocks_for(philox_blocks, kThreads), kThreads, 0, current_stream()>>>(
-        out, n, key, first_element, std);
+    fill<T><<<blocks_for(philox_blocks, kThreads), kThreads, 0, current_stream()>>>(out, n, key, first_element, std);
   });
 }
 

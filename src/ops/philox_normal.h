@@ -8,7 +8,6 @@ namespace marrow {
 // standard deviation. Element i is a pure function of (seed, name, first_element + i), equal to the
 // bit on CPU and GPU; bf16 is the rounded fp32 value. Philox4x32-10 and Box-Muller, with log, sin
 // and cos in plain fp32 arithmetic that is never contracted into FMA.
-void philox_normal(at::Tensor out, int64_t seed, std::string_view name, int64_t first_element,
-                   double std);
+void philox_normal(at::Tensor out, int64_t seed, std::string_view name, int64_t first_element, double std);
 
 }  // namespace marrow

@@ -32,8 +32,8 @@ QkNormRopeArgs make_args(const Tensor& qkv, const RopeState& state) {
           static_cast<float>(state.eps)};
 }
 
-void norm_and_rotate(const float* x, const float* norm, const float* cos, const float* sin,
-                     float* out, int64_t size, float eps) {
+void norm_and_rotate(const float* x, const float* norm, const float* cos, const float* sin, float* out, int64_t size,
+                     float eps) {
   const float scale = inverse_rms(x, size, eps);
   const int64_t half = size / 2;
 #pragma omp simd
@@ -46,9 +46,8 @@ void norm_and_rotate(const float* x, const float* norm, const float* cos, const 
 }
 
 // Gradient through the rotation and the norm of one head; adds to the norm weight's.
-void rotate_and_norm_backward(const float* x, const float* norm, const float* cos, const float* sin,
-                              const float* d_out, float* dx, float* d_norm, int64_t size,
-                              float eps) {
+void rotate_and_norm_backward(const float* x, const float* norm, const float* cos, const float* sin, const float* d_out,
+                              float* dx, float* d_norm, int64_t size, float eps) {
   const float scale = inverse_rms(x, size, eps);
   const int64_t half = size / 2;
   std::array<float, kMaxHeadSize> grads;  // of the normed head
@@ -96,14 +95,13 @@ void forward_cpu(const QkNormRopeArgs& args, const Tensor& q, const Tensor& k) {
   at::parallel_for(0, q.size(0), 16, [&](int64_t begin, int64_t end) {
     for_heads(args, begin, end, [&](const Head& head) {
       norm_and_rotate(qkv + head.in_qkv, head.is_q ? q_norm : k_norm, args.cos + head.in_table,
-                      args.sin + head.in_table, floats(head.is_q ? q : k) + head.in_own,
-                      args.head_size, args.eps);
+                      args.sin + head.in_table, floats(head.is_q ? q : k) + head.in_own, args.head_size, args.eps);
     });
   });
 }
 
-void backward_cpu(const QkNormRopeArgs& args, const Tensor& dq, const Tensor& dk,
-                  const Tensor& d_qkv, const Tensor& q_norm_grad, const Tensor& k_norm_grad) {
+void backward_cpu(const QkNormRopeArgs& args, const Tensor& dq, const Tensor& dk, const Tensor& d_qkv,
+                  const Tensor& q_norm_grad, const Tensor& k_norm_grad) {
   const float *qkv = args.qkv, *q_norm = args.q_norm, *k_norm = args.k_norm;
   const int64_t size = args.head_size, tokens = dq.size(0);
   const int64_t chunks = (tokens + kTokensPerPartial - 1) / kTokensPerPartial;
@@ -112,11 +110,10 @@ void backward_cpu(const QkNormRopeArgs& args, const Tensor& dq, const Tensor& dk
     for (int64_t chunk = begin; chunk < end; ++chunk) {
       const int64_t last = std::min(tokens, (chunk + 1) * kTokensPerPartial);
       for_heads(args, chunk * kTokensPerPartial, last, [&](const Head& head) {
-        rotate_and_norm_backward(
-            qkv + head.in_qkv, head.is_q ? q_norm : k_norm, args.cos + head.in_table,
-            args.sin + head.in_table, floats(head.is_q ? dq : dk) + head.in_own,
-            floats(d_qkv) + head.in_qkv, partials.data() + (2 * chunk + (head.is_q ? 0 : 1)) * size,
-            size, args.eps);
+        rotate_and_norm_backward(qkv + head.in_qkv, head.is_q ? q_norm : k_norm, args.cos + head.in_table,
+                                 args.sin + head.in_table, floats(head.is_q ? dq : dk) + head.in_own,
+                                 floats(d_qkv) + head.in_qkv,
+                                 partials.data() + (2 * chunk + (head.is_q ? 0 : 1)) * size, size, args.eps);
       });
     }
   });
@@ -166,17 +163,15 @@ struct QkNormRopeFunction : torch::autograd::Function<QkNormRopeFunction> {
     if (qkv.numel() == 0) return {d_qkv, Tensor()};
     if (qkv.is_cuda()) {
       const Tensor partials =
-          at::empty({std::min(qkv.size(0), kNormPartials), 2 * state.head_size()},
-                    qkv.options().dtype(at::kFloat));
-      MARROW_CUDA_CALL(qk_norm_rope_backward_cuda(
-          make_args(qkv, state), dq, dk, d_out[2].contiguous(), d_qkv, partials, q_grad, k_grad));
+          at::empty({std::min(qkv.size(0), kNormPartials), 2 * state.head_size()}, qkv.options().dtype(at::kFloat));
+      MARROW_CUDA_CALL(qk_norm_rope_backward_cuda(make_args(qkv, state), dq, dk, d_out[2].contiguous(), d_qkv, partials,
+                                                  q_grad, k_grad));
       return {d_qkv, Tensor()};
     }
     const RopeState state32 = in_fp32(state);
     const Tensor qkv32 = qkv.to(at::kFloat), d_qkv32 = d_qkv.to(at::kFloat);
     d_qkv32.slice(1, qkv.size(1) - state.kv_heads * state.head_size()).copy_(d_out[2].flatten(1));
-    backward_cpu(make_args(qkv32, state32), dq.to(at::kFloat), dk.to(at::kFloat), d_qkv32, q_grad,
-                 k_grad);
+    backward_cpu(make_args(qkv32, state32), dq.to(at::kFloat), dk.to(at::kFloat), d_qkv32, q_grad, k_grad);
     return {d_qkv32.to(qkv.scalar_type()), Tensor()};
   }
 };
@@ -184,10 +179,8 @@ struct QkNormRopeFunction : torch::autograd::Function<QkNormRopeFunction> {
 void check(const Tensor& qkv, const RopeState& state) {
   const int64_t size = state.head_size();
   MARROW_CHECK(size % 2 == 0 && size <= kMaxHeadSize, ExitCode::kUsage,
-               Fix("set head_dim in config.json to an even number up to 512"),
-               "qk_norm_rope: head size {}", size);
-  check_tensor("qk_norm_rope: qkv", qkv, kWorkingDtype,
-               {-1, (state.q_heads + 2 * state.kv_heads) * size});
+               Fix("set head_dim in config.json to an even number up to 512"), "qk_norm_rope: head size {}", size);
+  check_tensor("qk_norm_rope: qkv", qkv, kWorkingDtype, {-1, (state.q_heads + 2 * state.kv_heads) * size});
   check_tensor(state.q_norm.name, state.q_norm.value, qkv.scalar_type(), {size});
   check_tensor(state.k_norm.name, state.k_norm.value, qkv.scalar_type(), {size});
   check_tensor("qk_norm_rope: the table's cos", state.table.cos, at::kFloat, {-1, size / 2});
@@ -213,8 +206,8 @@ std::vector<double> rope_inverse_frequencies(double theta, int64_t dim) {
   return frequencies;
 }
 
-RopeTable make_rope_table(std::span<const double> inverse_frequencies, int64_t positions,
-                          double scale, at::Device device) {
+RopeTable make_rope_table(std::span<const double> inverse_frequencies, int64_t positions, double scale,
+                          at::Device device) {
   const auto pairs = static_cast<int64_t>(inverse_frequencies.size());
   Tensor cos = at::empty({positions, pairs}, at::kFloat);
   Tensor sin = at::empty({positions, pairs}, at::kFloat);
@@ -231,9 +224,8 @@ RopeTable make_rope_table(std::span<const double> inverse_frequencies, int64_t p
   return {cos.to(device), sin.to(device)};
 }
 
-std::tuple<Tensor, Tensor, Tensor> qk_norm_rope(const Tensor& qkv, const Parameter& q_norm,
-                                                const Parameter& k_norm, const RopeTable& table,
-                                                const Tensor& positions, int64_t q_heads,
+std::tuple<Tensor, Tensor, Tensor> qk_norm_rope(const Tensor& qkv, const Parameter& q_norm, const Parameter& k_norm,
+                                                const RopeTable& table, const Tensor& positions, int64_t q_heads,
                                                 int64_t kv_heads, double eps) {
   const RopeState state{q_norm, k_norm, table, positions, q_heads, kv_heads, eps};
   const Tensor dense = qkv.contiguous();

@@ -14,9 +14,7 @@ struct Lane {
   int64_t half;
   int lane;  // in its group of 16
 
-  __device__ int64_t index(int pair) const {
-    return kPacked ? lane * kPairs + pair : lane + kLanes * pair;
-  }
+  __device__ int64_t index(int pair) const { return kPacked ? lane * kPairs + pair : lane + kLanes * pair; }
   template <typename Source>
   __device__ void load(const Source* from, float (&to)[kPairs]) const {
     if constexpr (kPacked && sizeof(Source) * kPairs <= 16) {
@@ -58,11 +56,9 @@ struct Factors {
 };
 
 template <typename T, int kPairs, bool kPacked>
-__device__ __forceinline__ void load_norms(const QkNormRopeArgs& args,
-                                           const Lane<T, kPairs, kPacked>& lane,
+__device__ __forceinline__ void load_norms(const QkNormRopeArgs& args, const Lane<T, kPairs, kPacked>& lane,
                                            Factors<kPairs>& factors) {
-  const T* norms[2] = {static_cast<const T*>(args.q_norm.data),
-                       static_cast<const T*>(args.k_norm.data)};
+  const T* norms[2] = {static_cast<const T*>(args.q_norm.data), static_cast<const T*>(args.k_norm.data)};
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
     lane.load(norms[n], factors.first[n]);
@@ -71,8 +67,7 @@ __device__ __forceinline__ void load_norms(const QkNormRopeArgs& args,
 }
 
 template <typename T, int kPairs, bool kPacked>
-__global__ void __launch_bounds__(32 * kWarps)
-    forward_kernel(const __grid_constant__ QkNormRopeArgs args, T* q, T* k) {
+__global__ void __launch_bounds__(32 * kWarps) forward_kernel(const __grid_constant__ QkNormRopeArgs args, T* q, T* k) {
   const int64_t token = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.y;
   if (token >= args.qkv.rows) return;
   const int64_t size = args.head_size;
@@ -105,17 +100,15 @@ __global__ void __launch_bounds__(32 * kWarps)
       b[i] = y * factors.cos[i] + x * factors.sin[i];
     }
     if (!valid) continue;
-    T* out = is_q ? q + (token * args.q_heads + head) * size
-                  : k + (token * args.kv_heads + head - args.q_heads) * size;
+    T* out = is_q ? q + (token * args.q_heads + head) * size : k + (token * args.kv_heads + head - args.q_heads) * size;
     lane.store(out, a);
     lane.store(out + lane.half, b);
   }
 }
 
 template <typename T, int kPairs, bool kPacked>
-__global__ void __launch_bounds__(32 * kWarps)
-    backward_kernel(const __grid_constant__ QkNormRopeArgs args, const T* dq, const T* dk,
-                    const T* dv, T* d_qkv, float* partials) {
+__global__ void __launch_bounds__(32 * kWarps) backward_kernel(const __grid_constant__ QkNormRopeArgs args, const T* dq,
+                                                               const T* dk, const T* dv, T* d_qkv, float* partials) {
   const int64_t size = args.head_size;
   const Lane<T, kPairs, kPacked> lane{size / 2, static_cast<int>(threadIdx.x) % kLanes};
   Factors<kPairs> factors;
@@ -124,8 +117,8 @@ __global__ void __launch_bounds__(32 * kWarps)
   float d_second[2][kPairs] = {};
   const int64_t heads = args.q_heads + args.kv_heads;
   const int64_t group = threadIdx.x / kLanes;
-  for (int64_t token = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.y;
-       token < args.qkv.rows; token += static_cast<int64_t>(gridDim.x) * kWarps) {
+  for (int64_t token = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.y; token < args.qkv.rows;
+       token += static_cast<int64_t>(gridDim.x) * kWarps) {
     lane.load(args.cos + args.positions[token] * lane.half, factors.cos);
     lane.load(args.sin + args.positions[token] * lane.half, factors.sin);
     const int64_t start = token * (heads + args.kv_heads) * size;
@@ -136,8 +129,8 @@ __global__ void __launch_bounds__(32 * kWarps)
       const bool valid = h < heads;
       const int64_t head = valid ? h : heads - 1;
       const bool is_q = head < args.q_heads;
-      const T* d_head = is_q ? dq + (token * args.q_heads + head) * size
-                             : dk + (token * args.kv_heads + head - args.q_heads) * size;
+      const T* d_head =
+          is_q ? dq + (token * args.q_heads + head) * size : dk + (token * args.kv_heads + head - args.q_heads) * size;
       float a[kPairs];
       float b[kPairs];
       float da[kPairs];
@@ -172,8 +165,7 @@ __global__ void __launch_bounds__(32 * kWarps)
         d_second[0][i] += is_q ? second : 0.0f;
         d_second[1][i] += is_q ? 0.0f : second;
         a[i] = scale * (da[i] * (is_q ? factors.first[0][i] : factors.first[1][i]) - a[i] * shift);
-        b[i] =
-            scale * (db[i] * (is_q ? factors.second[0][i] : factors.second[1][i]) - b[i] * shift);
+        b[i] = scale * (db[i] * (is_q ? factors.second[0][i] : factors.second[1][i]) - b[i] * shift);
       }
       lane.store(d_row + head * size, a);
       lane.store(d_row + head * size + lane.half, b);
@@ -223,8 +215,8 @@ void dispatch(int64_t head_size, bool packed, const Launch& launch) {
 template <typename Launch, typename... Views>
 void dispatch(const QkNormRopeArgs& args, const Launch& launch, const Views&... views) {
   const bool packed = aligned_to(args.qkv.data, 16) && aligned_to(args.q_norm.data, 16) &&
-                      aligned_to(args.k_norm.data, 16) && aligned_to(args.cos, 16) &&
-                      aligned_to(args.sin, 16) && (aligned_to(views.data, 16) && ...);
+                      aligned_to(args.k_norm.data, 16) && aligned_to(args.cos, 16) && aligned_to(args.sin, 16) &&
+                      (aligned_to(views.data, 16) && ...);
   if (args.qkv.bf16) {
     dispatch<bf16>(args.head_size, packed, launch);
   } else {
@@ -243,13 +235,13 @@ void qk_norm_rope_forward_cuda(const QkNormRopeArgs& args, View q, View k) {
   dispatch(args, launch, q, k);
 }
 
-void qk_norm_rope_backward_cuda(const QkNormRopeArgs& args, View dq, View dk, View dv, View d_qkv,
-                                View partials, View q_norm_grad, View k_norm_grad) {
+void qk_norm_rope_backward_cuda(const QkNormRopeArgs& args, View dq, View dk, View dv, View d_qkv, View partials,
+                                View q_norm_grad, View k_norm_grad) {
   const int64_t size = args.head_size;
   const auto launch = [&]<typename T, int kPairs, bool kPacked>() {
     backward_kernel<T, kPairs, kPacked>
-        <<<partials.rows, dim3(32, kWarps), 2 * size * sizeof(float), current_stream()>>>(
-            args, dq, dk, dv, d_qkv, partials);
+        <<<partials.rows, dim3(32, kWarps), 2 * size * sizeof(float), current_stream()>>>(args, dq, dk, dv, d_qkv,
+                                                                                          partials);
   };
   dispatch(args, launch, dq, dk, dv, d_qkv);
   const float* sums = partials;

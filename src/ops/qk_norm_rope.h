@@ -14,19 +14,18 @@ struct RopeTable {
 std::vector<double> rope_inverse_frequencies(double theta, int64_t dim);
 
 // Angles are rounded to fp32 before cos and sin, as published models were trained.
-RopeTable make_rope_table(std::span<const double> inverse_frequencies, int64_t positions,
-                          double scale, at::Device device);
+RopeTable make_rope_table(std::span<const double> inverse_frequencies, int64_t positions, double scale,
+                          at::Device device);
 
 // Splits qkv into q [T, Hq, D], k [T, Hkv, D] and v [T, Hkv, D]; q and k are normed per head
 // (statistics in fp32) and rotated, element i paired with i + D/2. v is a view of qkv's memory, so
 // its row stride is (Hq + 2·Hkv)·D. Saves qkv; the backward writes one gradient of its shape, and
 // adds into q_norm.grad and k_norm.grad, if defined, in a fixed order.
-std::tuple<at::Tensor, at::Tensor, at::Tensor> qk_norm_rope(
-    const at::Tensor& qkv,        // [T, (Hq + 2·Hkv)·D] fp32 or bf16
-    const Parameter& q_norm,      // [D]
-    const Parameter& k_norm,      // [D]
-    const RopeTable& table,       // positions below P
-    const at::Tensor& positions,  // [T] int32
-    int64_t q_heads, int64_t kv_heads, double eps);
+std::tuple<at::Tensor, at::Tensor, at::Tensor> qk_norm_rope(const at::Tensor& qkv,  // [T, (Hq + 2·Hkv)·D] fp32 or bf16
+                                                            const Parameter& q_norm,      // [D]
+                                                            const Parameter& k_norm,      // [D]
+                                                            const RopeTable& table,       // positions below P
+                                                            const at::Tensor& positions,  // [T] int32
+                                                            int64_t q_heads, int64_t kv_heads, double eps);
 
 }  // namespace marrow

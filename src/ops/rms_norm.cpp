@@ -29,8 +29,8 @@ Tensor forward_cpu(const Tensor& x, const Tensor& weight, float eps) {
   return out.to(x.scalar_type());
 }
 
-void backward_row(const float* x, const float* dy, const float* weight, float* dx, float* d_weight,
-                  int64_t hidden, float eps) {
+void backward_row(const float* x, const float* dy, const float* weight, float* dx, float* d_weight, int64_t hidden,
+                  float eps) {
   const float scale = inverse_rms(x, hidden, eps);
   float dot = 0;
 #pragma omp simd reduction(+ : dot)
@@ -44,14 +44,13 @@ void backward_row(const float* x, const float* dy, const float* weight, float* d
 }
 
 // dx [T, H] fp32 += the gradient through the norm.
-void backward_cpu(const Tensor& x, const Tensor& dy, const Tensor& weight, const Tensor& dx,
-                  const Tensor& weight_grad, float eps) {
+void backward_cpu(const Tensor& x, const Tensor& dy, const Tensor& weight, const Tensor& dx, const Tensor& weight_grad,
+                  float eps) {
   const int64_t rows = x.size(0), hidden = x.size(1);
   const int64_t chunks = (rows + kRowsPerPartial - 1) / kRowsPerPartial;
   std::vector<float> partials(chunks * hidden, 0.0f);
   at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin * kRowsPerPartial; row < std::min(rows, end * kRowsPerPartial);
-         ++row) {
+    for (int64_t row = begin * kRowsPerPartial; row < std::min(rows, end * kRowsPerPartial); ++row) {
       const int64_t at = row * hidden;
       backward_row(floats(x) + at, floats(dy) + at, floats(weight), floats(dx) + at,
                    partials.data() + row / kRowsPerPartial * hidden, hidden, eps);
@@ -62,15 +61,13 @@ void backward_cpu(const Tensor& x, const Tensor& dy, const Tensor& weight, const
 }
 
 // Gradient of `x`; adds the weight's. `d_sum` may be undefined.
-Tensor norm_backward(const Tensor& x, const Tensor& dy, const Tensor& d_sum,
-                     const NormState& state) {
+Tensor norm_backward(const Tensor& x, const Tensor& dy, const Tensor& d_sum, const NormState& state) {
   const Tensor &weight = state.weight.value, &weight_grad = state.weight.grad;
   const auto eps = static_cast<float>(state.eps);
   if (x.numel() == 0) return at::empty_like(x);
   if (x.is_cuda()) {
     const Tensor dx = at::empty_like(x);
-    const Tensor partials =
-        at::empty({std::min(x.size(0), kNormPartials), x.size(1)}, x.options().dtype(at::kFloat));
+    const Tensor partials = at::empty({std::min(x.size(0), kNormPartials), x.size(1)}, x.options().dtype(at::kFloat));
     MARROW_CUDA_CALL(rms_norm_backward_cuda(x, dy, d_sum, weight, dx, partials, weight_grad, eps));
     return dx;
   }
@@ -82,16 +79,15 @@ Tensor norm_backward(const Tensor& x, const Tensor& dy, const Tensor& d_sum,
 
 // → normed, or normed and sum where there is a residual.
 struct RmsNormFunction : torch::autograd::Function<RmsNormFunction> {
-  static variable_list forward(AutogradContext* ctx, const Tensor& x,
-                               const std::optional<Tensor>& residual, const NormState& state) {
+  static variable_list forward(AutogradContext* ctx, const Tensor& x, const std::optional<Tensor>& residual,
+                               const NormState& state) {
     const auto eps = static_cast<float>(state.eps);
     const Tensor& weight = state.weight.value;
     Tensor sum = residual ? at::empty_like(x) : Tensor(), normed;
     if (x.is_cuda()) {
       normed = at::empty_like(x);
       if (x.numel() > 0) {
-        MARROW_CUDA_CALL(
-            rms_norm_forward_cuda(x, residual.value_or(Tensor()), weight, sum, normed, eps));
+        MARROW_CUDA_CALL(rms_norm_forward_cuda(x, residual.value_or(Tensor()), weight, sum, normed, eps));
       }
     } else {
       if (residual) at::add_out(sum, x, *residual);
@@ -119,9 +115,8 @@ struct RmsNormFunction : torch::autograd::Function<RmsNormFunction> {
 variable_list norm(const Tensor& x, const Tensor& residual, const Parameter& weight, double eps) {
   check_tensor("rms_norm: x", x, kWorkingDtype, {-1, -1});
   MARROW_CHECK(x.size(1) == weight.value.numel(), ExitCode::kUsage,
-               Fix("compare hidden_size in config.json with the weights"),
-               "rms_norm: x {} does not fit {} {}", c10::str(x.sizes()), weight.name,
-               c10::str(weight.value.sizes()));
+               Fix("compare hidden_size in config.json with the weights"), "rms_norm: x {} does not fit {} {}",
+               c10::str(x.sizes()), weight.name, c10::str(weight.value.sizes()));
   check_tensor(weight.name, weight.value, x.scalar_type(), weight.value.sizes());
   if (residual.defined()) {
     check_tensor("add_rms_norm: the residual", residual, x.scalar_type(), x.sizes());
@@ -135,8 +130,7 @@ Tensor rms_norm(const Tensor& x, const Parameter& weight, double eps) {
   return norm(x.contiguous(), {}, weight, eps)[0];
 }
 
-std::pair<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,
-                                       const Parameter& weight, double eps) {
+std::pair<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual, const Parameter& weight, double eps) {
   const variable_list outputs = norm(x.contiguous(), residual.contiguous(), weight, eps);
   return {outputs[1], outputs[0]};
 }

@@ -35,8 +35,8 @@ __device__ float load_row(const T* row, int64_t hidden, float (&values)[kItems][
 }
 
 template <typename T, int kWidth>
-__global__ void forward_kernel(const T* x, const T* residual, const T* weight, T* sum, T* normed,
-                               int64_t hidden, float eps) {
+__global__ void forward_kernel(const T* x, const T* residual, const T* weight, T* sum, T* normed, int64_t hidden,
+                               float eps) {
   __shared__ float scratch[32];
   const int64_t offset = static_cast<int64_t>(blockIdx.x) * hidden;
   float values[kItems][kWidth];
@@ -70,8 +70,8 @@ __global__ void forward_kernel(const T* x, const T* residual, const T* weight, T
 }
 
 template <typename T, int kWidth>
-__global__ void backward_kernel(const T* x, const T* d_normed, const T* d_sum, const T* weight,
-                                T* dx, float* partials, int64_t rows, int64_t hidden, float eps) {
+__global__ void backward_kernel(const T* x, const T* d_normed, const T* d_sum, const T* weight, T* dx, float* partials,
+                                int64_t rows, int64_t hidden, float eps) {
   __shared__ float scratch[2][64];
   float d_weight[kItems][kWidth] = {};
   int turn = 0;  // alternating scratch: one barrier per row
@@ -138,8 +138,7 @@ unsigned threads_for(int64_t hidden, int width) {
   const int64_t per_warp = 32 * kItems * width;
   const int64_t threads = (hidden + per_warp - 1) / per_warp * 32;
   if (threads > 1024) {
-    throw_cuda_error("rms_norm", "rows are too long: lower hidden_size in config.json", __FILE__,
-                     __LINE__);
+    throw_cuda_error("rms_norm", "rows are too long: lower hidden_size in config.json", __FILE__, __LINE__);
   }
   return static_cast<unsigned>(threads);
 }
@@ -149,18 +148,17 @@ unsigned threads_for(int64_t hidden, int width) {
 void rms_norm_forward_cuda(View x, View residual, View weight, View sum, View normed, float eps) {
   const bool packs = in_packs(x.width, x, residual, weight, sum, normed);
   launch_packs(x.bf16, packs, [&]<typename T, int kWidth>() {
-    forward_kernel<T, kWidth><<<x.rows, threads_for(x.width, kWidth), 0, current_stream()>>>(
-        x, residual, weight, sum, normed, x.width, eps);
+    forward_kernel<T, kWidth>
+        <<<x.rows, threads_for(x.width, kWidth), 0, current_stream()>>>(x, residual, weight, sum, normed, x.width, eps);
   });
 }
 
-void rms_norm_backward_cuda(View x, View d_normed, View d_sum, View weight, View dx, View partials,
-                            View weight_grad, float eps) {
+void rms_norm_backward_cuda(View x, View d_normed, View d_sum, View weight, View dx, View partials, View weight_grad,
+                            float eps) {
   const bool packs = in_packs(x.width, x, weight, d_normed, d_sum, dx);
   launch_packs(x.bf16, packs, [&]<typename T, int kWidth>() {
-    backward_kernel<T, kWidth>
-        <<<partials.rows, threads_for(x.width, kWidth), 0, current_stream()>>>(
-            x, d_normed, d_sum, weight, dx, partials, x.rows, x.width, eps);
+    backward_kernel<T, kWidth><<<partials.rows, threads_for(x.width, kWidth), 0, current_stream()>>>(
+        x, d_normed, d_sum, weight, dx, partials, x.rows, x.width, eps);
   });
   if (!weight_grad.defined()) return;
   launch_add_column_sums(partials, partials.rows, x.width, x.width, weight_grad);

@@ -20,10 +20,8 @@ struct Routing {
   Tensor probabilities, lse;
 };
 
-Routing route_cpu(const Tensor& x, const Tensor& weight, const Tensor& selection_bias,
-                  const RouterShape& shape) {
-  const auto [tokens, experts, top_k, groups] =
-      std::array{shape.tokens, shape.experts, shape.top_k, shape.groups};
+Routing route_cpu(const Tensor& x, const Tensor& weight, const Tensor& selection_bias, const RouterShape& shape) {
+  const auto [tokens, experts, top_k, groups] = std::array{shape.tokens, shape.experts, shape.top_k, shape.groups};
   const Tensor logits = at::mm(x.to(at::kFloat), weight.to(at::kFloat).t());
   const Tensor lse = at::logsumexp(logits, {1}), p = at::softmax(logits, 1);
   Tensor chosen;  // [T, k] int64, by falling score, equal scores by lower id
@@ -31,42 +29,32 @@ Routing route_cpu(const Tensor& x, const Tensor& weight, const Tensor& selection
     chosen = at::arange(tokens * top_k).remainder(experts).view({tokens, top_k});
   } else {
     const Tensor scores = selection_bias.defined() ? p + selection_bias : logits;
-    chosen = std::get<1>(at::sort(scores, /*stable=*/true, 1, /*descending=*/true))
-                 .narrow(1, 0, top_k)
-                 .contiguous();
+    chosen = std::get<1>(at::sort(scores, /*stable=*/true, 1, /*descending=*/true)).narrow(1, 0, top_k).contiguous();
   }
   // Normalised weights are the softmax of the chosen logits; no probability need be above 0.
   const Tensor chosen_logits = logits.gather(1, chosen);
-  const Tensor weights =
-      shape.normalize ? chosen_logits.softmax(1) : chosen_logits.sub(lse.unsqueeze(1)).exp();
+  const Tensor weights = shape.normalize ? chosen_logits.softmax(1) : chosen_logits.sub(lse.unsqueeze(1)).exp();
   const Tensor pairs = chosen.view({groups, tokens / groups * top_k});
   const Tensor counts = at::zeros({groups, experts}, at::kInt);
   counts.scatter_add_(1, pairs, at::ones(pairs.sizes(), at::kInt));
   const Tensor sums = p.view({groups, tokens / groups, experts}).sum(1, false, at::kDouble);
   const Tensor z_sum = lse.to(at::kDouble).square().sum().view({1});
-  return {{chosen.to(at::kInt), weights * shape.scale, counts, sums.to(at::kFloat),
-           z_sum.to(at::kFloat)},
-          p,
-          lse};
+  return {{chosen.to(at::kInt), weights * shape.scale, counts, sums.to(at::kFloat), z_sum.to(at::kFloat)}, p, lse};
 }
 
-Routing route_gpu(const Tensor& x, const Tensor& weight, const Tensor& selection_bias,
-                  const RouterShape& shape) {
+Routing route_gpu(const Tensor& x, const Tensor& weight, const Tensor& selection_bias, const RouterShape& shape) {
   const auto fp32 = x.options().dtype(at::kFloat), int32 = x.options().dtype(at::kInt);
-  const RouterOutput out{at::empty({shape.tokens, shape.top_k}, int32),
-                         at::empty({shape.tokens, shape.top_k}, fp32),
+  const RouterOutput out{at::empty({shape.tokens, shape.top_k}, int32), at::empty({shape.tokens, shape.top_k}, fp32),
                          at::zeros({shape.groups, shape.experts}, int32),
                          at::empty({shape.groups, shape.experts}, fp32), at::empty({1}, fp32)};
   // Products of bf16 values are exact in fp32, so the logits are those of an fp32 router.
-  const Tensor logits = x.scalar_type() == at::kFloat || shape.tokens == 0
-                            ? at::mm(x, weight.t()).to(at::kFloat)
-                            : at::mm(x, weight.t(), at::kFloat);
+  const Tensor logits = x.scalar_type() == at::kFloat || shape.tokens == 0 ? at::mm(x, weight.t()).to(at::kFloat)
+                                                                           : at::mm(x, weight.t(), at::kFloat);
   const Tensor lse = at::empty({shape.tokens}, fp32);
   MARROW_CUDA_CALL({
-    const Tensor partial =
-        at::empty({shape.groups * router_blocks_per_group(shape), shape.experts + 1}, fp32);
-    router_forward_cuda(shape, logits, selection_bias, lse, out.experts, out.weights, out.counts,
-                        partial, out.probability_sums, out.z_sum);
+    const Tensor partial = at::empty({shape.groups * router_blocks_per_group(shape), shape.experts + 1}, fp32);
+    router_forward_cuda(shape, logits, selection_bias, lse, out.experts, out.weights, out.counts, partial,
+                        out.probability_sums, out.z_sum);
   });
   return {out, logits, lse};
 }
@@ -99,9 +87,8 @@ Tensor differentiate_cpu(const RouterShape& shape, const BackwardInputs& in) {
 Tensor backward_cpu(const RouterState& state, const BackwardInputs& in) {
   const Tensor d_logits = differentiate_cpu(state.shape, in);
   if (state.weight_grad.defined()) {
-    state.queue->push([grad = state.weight_grad, d_logits, x = in.x.detach()] {
-      accumulate_weight_grad(grad, d_logits, x);
-    });
+    state.queue->push(
+        [grad = state.weight_grad, d_logits, x = in.x.detach()] { accumulate_weight_grad(grad, d_logits, x); });
   }
   return at::mm(d_logits, in.weight.to(at::kFloat)).to(in.x.scalar_type());
 }
@@ -111,9 +98,8 @@ Tensor backward_gpu(const RouterState& state, const BackwardInputs& in) {
   const RouterShape& shape = state.shape;
   const int64_t parts = in.x.scalar_type() == at::kBFloat16 ? 2 : 1;
   const Tensor d_logits = at::empty({shape.tokens, shape.experts * parts}, in.x.options());
-  MARROW_CUDA_CALL(router_backward_cuda(shape, in.probabilities, in.lse, in.experts, in.weights,
-                                        in.d_weights, in.balance_gradient, in.z_loss_gradient,
-                                        d_logits));
+  MARROW_CUDA_CALL(router_backward_cuda(shape, in.probabilities, in.lse, in.experts, in.weights, in.d_weights,
+                                        in.balance_gradient, in.z_loss_gradient, d_logits));
   if (state.weight_grad.defined()) {
     state.queue->push([grad = state.weight_grad, d_logits, x = in.x.detach(), parts] {
       for (const Tensor& part : d_logits.chunk(parts, 1)) accumulate_weight_grad(grad, part, x);
@@ -123,8 +109,7 @@ Tensor backward_gpu(const RouterState& state, const BackwardInputs& in) {
 }
 
 struct RouterFunction : torch::autograd::Function<RouterFunction> {
-  static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
-                               const RouterState& state) {
+  static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const RouterState& state) {
     const auto route = x.is_cuda() ? route_gpu : route_cpu;
     const auto [out, probabilities, lse] = route(x, weight, state.selection_bias, state.shape);
     ctx->save_for_backward({x, weight, probabilities, lse, out.experts, out.weights});
@@ -153,15 +138,13 @@ struct RouterFunction : torch::autograd::Function<RouterFunction> {
 
 }  // namespace
 
-RouterOutput router(const Tensor& x, const Parameter& weight, const Tensor& selection_bias,
-                    int64_t groups, const RouterOptions& options,
-                    std::shared_ptr<RouterBalance> balance, WeightGradQueue& queue) {
+RouterOutput router(const Tensor& x, const Parameter& weight, const Tensor& selection_bias, int64_t groups,
+                    const RouterOptions& options, std::shared_ptr<RouterBalance> balance, WeightGradQueue& queue) {
   const Tensor& w = weight.value;
   check_tensor(weight.name + ": x", x, kWorkingDtype, {-1, -1});
   check_tensor(weight.name, w, x.scalar_type(), {-1, x.size(1)});
   MARROW_CHECK(
-      w.size(0) <= kRouterMaxExperts && options.top_k >= 1 &&
-          options.top_k <= std::min(w.size(0), kRouterMaxTopK),
+      w.size(0) <= kRouterMaxExperts && options.top_k >= 1 && options.top_k <= std::min(w.size(0), kRouterMaxTopK),
       ExitCode::kUsage,
       Fix(fmt::format("set num_experts_per_tok between 1 and the number of experts, at most "
                       "{} of at most {} experts",
@@ -177,8 +160,8 @@ RouterOutput router(const Tensor& x, const Parameter& weight, const Tensor& sele
                           options.normalize,
                           options.forced,
                           static_cast<float>(options.scale)};
-  const auto out = RouterFunction::apply(
-      x, w.detach(), RouterState{shape, weight.grad, selection_bias, std::move(balance), &queue});
+  const auto out =
+      RouterFunction::apply(x, w.detach(), RouterState{shape, weight.grad, selection_bias, std::move(balance), &queue});
   return {out[0], out[1], out[2], out[3], out[4]};
 }
 
@@ -186,15 +169,13 @@ Tensor expert_fractions(const Tensor& counts, int64_t tokens_per_group, int64_t 
   return counts.to(at::kFloat) / static_cast<double>(tokens_per_group * top_k);
 }
 
-Tensor balance_loss(const Tensor& counts, const Tensor& probability_sums, int64_t tokens_per_group,
-                    int64_t top_k) {
+Tensor balance_loss(const Tensor& counts, const Tensor& probability_sums, int64_t tokens_per_group, int64_t top_k) {
   const double scale = static_cast<double>(counts.size(1)) / static_cast<double>(tokens_per_group);
   return (expert_fractions(counts, tokens_per_group, top_k) * probability_sums).sum(1) * scale;
 }
 
 Tensor balance_gradient(const Tensor& fractions, int64_t tokens, double coefficient) {
-  return fractions *
-         (coefficient * static_cast<double>(fractions.size(1)) / static_cast<double>(tokens));
+  return fractions * (coefficient * static_cast<double>(fractions.size(1)) / static_cast<double>(tokens));
 }
 
 }  // namespace marrow

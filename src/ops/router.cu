@@ -22,15 +22,13 @@ __device__ unsigned ordered(float x) {
   return max(1u, bits ^ ((bits >> 31) != 0 ? 0xffffffffu : 0x80000000u));
 }
 
-int64_t tokens_per_warp(const RouterShape& shape) {
-  return std::clamp<int64_t>(shape.tokens / (528 * kWarps), 1, 64);
-}
+int64_t tokens_per_warp(const RouterShape& shape) { return std::clamp<int64_t>(shape.tokens / (528 * kWarps), 1, 64); }
 
 // One warp a token; lane l holds experts l, l + 32, …
 template <int kPerLane>
-__global__ void forward(RouterShape shape, int64_t per_warp, int64_t blocks_per_group,
-                        float* probabilities, const float* selection_bias, float* lse,
-                        int32_t* experts, float* weights, int32_t* counts, float* partial_sums) {
+__global__ void forward(RouterShape shape, int64_t per_warp, int64_t blocks_per_group, float* probabilities,
+                        const float* selection_bias, float* lse, int32_t* experts, float* weights, int32_t* counts,
+                        float* partial_sums) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int expert_count = static_cast<int>(shape.experts), top_k = static_cast<int>(shape.top_k);
   __shared__ int histogram[kPerLane * 32];
@@ -136,8 +134,8 @@ __global__ void forward(RouterShape shape, int64_t per_warp, int64_t blocks_per_
 }
 
 // Block (c, g) sums column tile c of group g's partial sums in a fixed order; block (0, G) sums z.
-__global__ void finish(const float* partial_sums, int64_t blocks_per_group, int64_t groups,
-                       int64_t experts, float* probability_sums, float* z_sum) {
+__global__ void finish(const float* partial_sums, int64_t blocks_per_group, int64_t groups, int64_t experts,
+                       float* probability_sums, float* z_sum) {
   __shared__ double sums[32][33];
   const int64_t group = blockIdx.y;
   const bool z = group == groups;
@@ -161,10 +159,9 @@ __global__ void finish(const float* partial_sums, int64_t blocks_per_group, int6
 }
 
 template <int kPerLane>
-__global__ void backward(RouterShape shape, const float* probabilities, const float* lse,
-                         const int32_t* experts, const float* weights, const float* d_weights,
-                         const float* balance_gradient, float z_loss_gradient, float* d_logits,
-                         bf16* split) {
+__global__ void backward(RouterShape shape, const float* probabilities, const float* lse, const int32_t* experts,
+                         const float* weights, const float* d_weights, const float* balance_gradient,
+                         float z_loss_gradient, float* d_logits, bf16* split) {
   const int64_t token = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / 32;
   if (token >= shape.tokens) return;
   const int lane = threadIdx.x % 32;
@@ -191,8 +188,7 @@ __global__ void backward(RouterShape shape, const float* probabilities, const fl
     const int e = i * 32 + lane;
     const bool valid = e < expert_count;
     p[i] = valid ? row[e] : 0.0f;
-    d_p[i] =
-        valid && balance_gradient != nullptr ? balance_gradient[group * expert_count + e] : 0.0f;
+    d_p[i] = valid && balance_gradient != nullptr ? balance_gradient[group * expert_count + e] : 0.0f;
     d_logit[i] = 0.0f;
   }
   for (int j = 0; j < top_k; ++j) {
@@ -241,27 +237,24 @@ int64_t router_blocks_per_group(const RouterShape& shape) {
   return (shape.tokens / shape.groups + per_block - 1) / per_block;
 }
 
-void router_forward_cuda(const RouterShape& shape, View probabilities, View selection_bias,
-                         View lse, View experts, View weights, View counts, View partial_sums,
-                         View probability_sums, View z_sum) {
+void router_forward_cuda(const RouterShape& shape, View probabilities, View selection_bias, View lse, View experts,
+                         View weights, View counts, View partial_sums, View probability_sums, View z_sum) {
   const int64_t blocks = router_blocks_per_group(shape);
   if (blocks > 0) {
     with_per_lane(shape.experts, [&]<int kPerLane>() {
-      forward<kPerLane>
-          <<<static_cast<unsigned>(blocks * shape.groups), kThreads, 0, current_stream()>>>(
-              shape, tokens_per_warp(shape), blocks, probabilities, selection_bias, lse, experts,
-              weights, counts, partial_sums);
+      forward<kPerLane><<<static_cast<unsigned>(blocks * shape.groups), kThreads, 0, current_stream()>>>(
+          shape, tokens_per_warp(shape), blocks, probabilities, selection_bias, lse, experts, weights, counts,
+          partial_sums);
     });
   }
   const dim3 grid(blocks_for(shape.experts, 32), static_cast<unsigned>(shape.groups + 1));
-  finish<<<grid, dim3(32, 32), 0, current_stream()>>>(partial_sums, blocks, shape.groups,
-                                                      shape.experts, probability_sums, z_sum);
+  finish<<<grid, dim3(32, 32), 0, current_stream()>>>(partial_sums, blocks, shape.groups, shape.experts,
+                                                      probability_sums, z_sum);
   MARROW_CUDA_CHECK(cudaGetLastError());
 }
 
-void router_backward_cuda(const RouterShape& shape, View probabilities, View lse, View experts,
-                          View weights, View d_weights, View balance_gradient,
-                          float z_loss_gradient, View d_logits) {
+void router_backward_cuda(const RouterShape& shape, View probabilities, View lse, View experts, View weights,
+                          View d_weights, View balance_gradient, float z_loss_gradient, View d_logits) {
   if (shape.tokens == 0) return;
   const View none;
   with_per_lane(shape.experts, [&]<int kPerLane>() {

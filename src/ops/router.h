@@ -33,9 +33,8 @@ struct RouterOutput {
 // [g·T/G, (g+1)·T/G), for statistics per sequence. `selection_bias` [E] fp32 (or undefined) is
 // added to the probabilities for the choice alone. The weight's gradient goes through `queue`. k
 // ≤ 32.
-RouterOutput router(const at::Tensor& x, const Parameter& weight, const at::Tensor& selection_bias,
-                    int64_t groups, const RouterOptions& options,
-                    std::shared_ptr<RouterBalance> balance, WeightGradQueue& queue);
+RouterOutput router(const at::Tensor& x, const Parameter& weight, const at::Tensor& selection_bias, int64_t groups,
+                    const RouterOptions& options, std::shared_ptr<RouterBalance> balance, WeightGradQueue& queue);
 
 // Share of the chosen pairs that went to each expert: [G, E] counts (any dtype) → [G, E] fp32, rows
 // sum to 1.
@@ -43,8 +42,8 @@ at::Tensor expert_fractions(const at::Tensor& counts, int64_t tokens_per_group, 
 
 // E · Σ_i f_i · P_i of each group, [G] fp32: 1 is balanced, E is all on one expert (Hugging Face's
 // value is k times this). counts and probability_sums are [G, E].
-at::Tensor balance_loss(const at::Tensor& counts, const at::Tensor& probability_sums,
-                        int64_t tokens_per_group, int64_t top_k);
+at::Tensor balance_loss(const at::Tensor& counts, const at::Tensor& probability_sums, int64_t tokens_per_group,
+                        int64_t top_k);
 
 // d (coefficient · E · Σ f_i · P_i) / d probability of one token, for RouterBalance::gradient: f
 // [G, E] fp32 has no gradient, and P is a mean over `tokens`. Statistics per sequence: tokens is

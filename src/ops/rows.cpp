@@ -16,8 +16,8 @@ void check_map(const Tensor& matrix, const Tensor& index, const char* name) {
 Tensor gather(const Tensor& x, const Tensor& source_of_row, int64_t rows) {
   check_map(x, source_of_row, "source_of_row");
   MARROW_CHECK(rows <= source_of_row.size(0), ExitCode::kUsage,
-               Fix("pass the RowMap that was built for these rows (ops/row_map.h)"),
-               "{} rows of a map with {}", rows, source_of_row.size(0));
+               Fix("pass the RowMap that was built for these rows (ops/row_map.h)"), "{} rows of a map with {}", rows,
+               source_of_row.size(0));
   const Tensor out = at::empty({rows, x.size(1)}, x.options());
   if (x.is_cuda()) {
     MARROW_CUDA_CALL(gather_rows_cuda(x, source_of_row, out));
@@ -65,8 +65,7 @@ Tensor sum(const Tensor& rows, const Tensor& rows_of_source, const Tensor& resid
     MARROW_CUDA_CALL(sum_rows_cuda(rows, rows_of_source, residual, out));
     return out;
   }
-  const Tensor totals = residual.defined() ? residual.to(at::kFloat, false, /*copy=*/true)
-                                           : at::zeros({tokens, width});
+  const Tensor totals = residual.defined() ? residual.to(at::kFloat, false, /*copy=*/true) : at::zeros({tokens, width});
   add_rows_cpu(rows.to(at::kFloat), rows_of_source, totals);
   return totals.to(rows.scalar_type());
 }
@@ -108,8 +107,7 @@ class SumRows : public torch::autograd::Function<SumRows> {
   static variable_list backward(AutogradContext* ctx, variable_list d_out) {
     Tensor d_rows;
     if (ctx->needs_input_grad(0)) {
-      d_rows = gather(d_out[0].contiguous(), ctx->get_saved_variables()[0],
-                      ctx->saved_data["rows"].toInt());
+      d_rows = gather(d_out[0].contiguous(), ctx->get_saved_variables()[0], ctx->saved_data["rows"].toInt());
     }
     return {d_rows, {}, {}, ctx->saved_data["residual"].toBool() ? d_out[0] : Tensor()};
   }
@@ -138,8 +136,7 @@ Tensor sum_rows(const Tensor& rows, const RowMap& map, const Tensor& residual) {
 }
 
 Tensor gather_values(const Tensor& weights, const ExpertPermutation& permutation) {
-  check_tensor("gather_values: weights", weights, at::kFloat,
-               permutation.map.rows_of_source.sizes());
+  check_tensor("gather_values: weights", weights, at::kFloat, permutation.map.rows_of_source.sizes());
   return GatherValues::apply(weights, permutation.slot_of_row, permutation.map.rows_of_source);
 }
 

@@ -7,8 +7,7 @@ constexpr int kThreads = 256;
 
 // One warp a row; eight 16-byte loads in flight a lane.
 template <typename Vector>
-__global__ void gather(const Vector* x, const int32_t* source, Vector* out, int64_t count,
-                       int64_t width) {
+__global__ void gather(const Vector* x, const int32_t* source, Vector* out, int64_t count, int64_t width) {
   const int64_t row = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / 32;
   if (row >= count) return;
   const int64_t from = source[row];
@@ -33,14 +32,13 @@ __global__ void gather(const Vector* x, const int32_t* source, Vector* out, int6
 
 // A block's y index is a token; each thread sums one pack of columns over the token's rows.
 template <typename T, int kSize>
-__global__ void sum(const T* rows, const int32_t* rows_of_source, const T* residual, T* out,
-                    int64_t count, int64_t sources, int64_t row_count, int64_t width) {
+__global__ void sum(const T* rows, const int32_t* rows_of_source, const T* residual, T* out, int64_t count,
+                    int64_t sources, int64_t row_count, int64_t width) {
   using Packed = Pack<T, kSize>;
   const int64_t token = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
   if (token >= count) return;
   const int32_t* indices = rows_of_source + token * sources;
-  for (int64_t column = int64_t{threadIdx.x} * kSize; column < width;
-       column += int64_t{blockDim.x} * kSize) {
+  for (int64_t column = int64_t{threadIdx.x} * kSize; column < width; column += int64_t{blockDim.x} * kSize) {
     float totals[kSize] = {};
     if (residual != nullptr) {
       load_pack<kSize>(residual + token * width + column, totals);
@@ -66,8 +64,7 @@ __global__ void sum(const T* rows, const int32_t* rows_of_source, const T* resid
   }
 }
 
-__global__ void gather_scalars(const float* values, const int32_t* index, float* out,
-                               int64_t count) {
+__global__ void gather_scalars(const float* values, const int32_t* index, float* out, int64_t count) {
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (i >= count) return;
   const int32_t from = index[i];
@@ -107,8 +104,8 @@ void sum_rows_cuda(View rows, View rows_of_source, View residual, View out) {
 
 void gather_values_cuda(View values, View index, View out) {
   if (index.elements == 0) return;
-  gather_scalars<<<blocks_for(index.elements, kThreads), kThreads, 0, current_stream()>>>(
-      values, index, out, index.elements);
+  gather_scalars<<<blocks_for(index.elements, kThreads), kThreads, 0, current_stream()>>>(values, index, out,
+                                                                                          index.elements);
   MARROW_CUDA_CHECK(cudaGetLastError());
 }
 

@@ -34,8 +34,8 @@ void forward_cpu(const Tensor& gate_up, const Tensor& row_weight, const Tensor& 
   });
 }
 
-void backward_cpu(const Tensor& gate_up, const Tensor& row_weight, const Tensor& d_out,
-                  const Tensor& d_gate_up, const Tensor& d_row_weight) {
+void backward_cpu(const Tensor& gate_up, const Tensor& row_weight, const Tensor& d_out, const Tensor& d_gate_up,
+                  const Tensor& d_row_weight) {
   const int64_t width = d_out.size(1);
   for_rows(gate_up, row_weight, [&](int64_t row, __m256 weight) {
     const float* gate = floats(gate_up) + row * 2 * width;
@@ -47,8 +47,7 @@ void backward_cpu(const Tensor& gate_up, const Tensor& row_weight, const Tensor&
       const __m256 g = load8(gate + c, n), u = load8(gate + width + c, n), grad = load8(d + c, n);
       const __m256 sigmoid = sigmoid8(g);
       const __m256 silu = _mm256_mul_ps(g, sigmoid);
-      const __m256 slope =
-          _mm256_fmadd_ps(silu, _mm256_sub_ps(_mm256_set1_ps(1.0f), sigmoid), sigmoid);
+      const __m256 slope = _mm256_fmadd_ps(silu, _mm256_sub_ps(_mm256_set1_ps(1.0f), sigmoid), sigmoid);
       const __m256 scaled = _mm256_mul_ps(grad, weight);
       dot = _mm256_fmadd_ps(grad, _mm256_mul_ps(silu, u), dot);
       store8(d_gate + c, _mm256_mul_ps(_mm256_mul_ps(scaled, u), slope), n);
@@ -59,8 +58,7 @@ void backward_cpu(const Tensor& gate_up, const Tensor& row_weight, const Tensor&
 }
 
 struct SwigluFunction : torch::autograd::Function<SwigluFunction> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& gate_up,
-                        const std::optional<Tensor>& weight) {
+  static Tensor forward(AutogradContext* ctx, const Tensor& gate_up, const std::optional<Tensor>& weight) {
     const Tensor row_weight = weight.value_or(Tensor());
     ctx->save_for_backward({gate_up, row_weight});
     const Tensor out = at::empty({gate_up.size(0), gate_up.size(1) / 2}, gate_up.options());
@@ -80,8 +78,7 @@ struct SwigluFunction : torch::autograd::Function<SwigluFunction> {
     const Tensor d = d_out[0].contiguous(), d_gate_up = at::empty_like(gate_up);
     Tensor d_row_weight;
     if (row_weight.defined() && ctx->needs_input_grad(1)) d_row_weight = at::empty_like(row_weight);
-    if (d.numel() == 0)
-      return {d_gate_up, d_row_weight.defined() ? d_row_weight.zero_() : d_row_weight};
+    if (d.numel() == 0) return {d_gate_up, d_row_weight.defined() ? d_row_weight.zero_() : d_row_weight};
     if (d.is_cuda()) {
       MARROW_CUDA_CALL(swiglu_backward_cuda(gate_up, row_weight, d, d_gate_up, d_row_weight));
       return {d_gate_up, d_row_weight};

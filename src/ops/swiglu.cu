@@ -8,8 +8,7 @@ constexpr int kWarps = 8;  // a warp works on a row
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 
 template <typename T, int kWidth>
-__global__ void forward_kernel(const T* gate_up, const float* row_weight, T* out, int64_t rows,
-                               int64_t width) {
+__global__ void forward_kernel(const T* gate_up, const float* row_weight, T* out, int64_t rows, int64_t width) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.y;
   if (row >= rows) return;
   const T* gate_row = gate_up + row * 2 * width;
@@ -27,8 +26,8 @@ __global__ void forward_kernel(const T* gate_up, const float* row_weight, T* out
 }
 
 template <typename T, int kWidth>
-__global__ void backward_kernel(const T* gate_up, const float* row_weight, const T* d_out,
-                                T* d_gate_up, float* d_row_weight, int64_t rows, int64_t width) {
+__global__ void backward_kernel(const T* gate_up, const float* row_weight, const T* d_out, T* d_gate_up,
+                                float* d_row_weight, int64_t rows, int64_t width) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.y;
   if (row >= rows) return;
   const T* gate_row = gate_up + row * 2 * width;
@@ -64,19 +63,16 @@ __global__ void backward_kernel(const T* gate_up, const float* row_weight, const
 void swiglu_forward_cuda(View gate_up, View row_weight, View out) {
   const bool packs = in_packs(out.width, gate_up, out);
   launch_packs(out.bf16, packs, [&]<typename T, int kWidth>() {
-    forward_kernel<T, kWidth>
-        <<<blocks_for(out.rows, kWarps), dim3(32, kWarps), 0, current_stream()>>>(
-            gate_up, row_weight, out, out.rows, out.width);
+    forward_kernel<T, kWidth><<<blocks_for(out.rows, kWarps), dim3(32, kWarps), 0, current_stream()>>>(
+        gate_up, row_weight, out, out.rows, out.width);
   });
 }
 
-void swiglu_backward_cuda(View gate_up, View row_weight, View d_out, View d_gate_up,
-                          View d_row_weight) {
+void swiglu_backward_cuda(View gate_up, View row_weight, View d_out, View d_gate_up, View d_row_weight) {
   const bool packs = in_packs(d_out.width, gate_up, d_out, d_gate_up);
   launch_packs(d_out.bf16, packs, [&]<typename T, int kWidth>() {
-    backward_kernel<T, kWidth>
-        <<<blocks_for(d_out.rows, kWarps), dim3(32, kWarps), 0, current_stream()>>>(
-            gate_up, row_weight, d_out, d_gate_up, d_row_weight, d_out.rows, d_out.width);
+    backward_kernel<T, kWidth><<<blocks_for(d_out.rows, kWarps), dim3(32, kWarps), 0, current_stream()>>>(
+        gate_up, row_weight, d_out, d_gate_up, d_row_weight, d_out.rows, d_out.width);
   });
 }
 

@@ -11,9 +11,8 @@ namespace marrow {
 struct OwnedRange {
   const HubTensor* tensor = nullptr;
   int64_t begin = 0, end = 0;
-  at::Tensor master;  // [end - begin] fp32
-  at::Tensor
-      exp_avg;  // [end - begin] fp32|bf16: first moment, or Muon's momentum; may be undefined
+  at::Tensor master;      // [end - begin] fp32
+  at::Tensor exp_avg;     // [end - begin] fp32|bf16: first moment, or Muon's momentum; may be undefined
   at::Tensor exp_avg_sq;  // [end - begin] fp32|bf16: undefined for tensors updated by Muon
 };
 

@@ -25,9 +25,7 @@ void ParameterStore::add(const std::string& name, std::vector<ParameterSpec> spe
 }
 
 void ParameterStore::add_group(std::string name, std::vector<ParameterSpec> specs) {
-  const auto muon_updates = [&](const ParameterSpec& spec) {
-    return options_.muon && spec.rule == UpdateRule::kMuon;
-  };
+  const auto muon_updates = [&](const ParameterSpec& spec) { return options_.muon && spec.rule == UpdateRule::kMuon; };
   std::stable_sort(specs.begin(), specs.end(), [&](const auto& a, const auto& b) {
     return std::pair(!muon_updates(a), !a.decay) < std::pair(!muon_updates(b), !b.decay);
   });
@@ -116,8 +114,7 @@ std::vector<OwnedRange> ParameterStore::owned_ranges() const {
   return ranges;
 }
 
-std::vector<std::pair<std::string, int64_t>> ParameterStore::bytes_per_element(
-    const Options& options) {
+std::vector<std::pair<std::string, int64_t>> ParameterStore::bytes_per_element(const Options& options) {
   const bool shared = options.working_dtype == at::kFloat;
   const int64_t state = static_cast<int64_t>(c10::elementSize(options.state_dtype));
   return {{"parameters", shared ? 4 : 6},

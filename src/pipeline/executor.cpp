@@ -20,8 +20,8 @@ at::Tensor in_layer(size_t layer, const char* direction, Work work) {
 
 }  // namespace
 
-Executor::Executor(const MoeModel& model, const ParameterTable& parameters, BalanceTracker* tracker,
-                   at::Device device, const Options& options)
+Executor::Executor(const MoeModel& model, const ParameterTable& parameters, BalanceTracker* tracker, at::Device device,
+                   const Options& options)
     : model_(&model), parameters_(&parameters), tracker_(tracker), options_(options) {
   for (int64_t layer = 0; layer < model.shape().layers; ++layer) {
     layers_.push_back(model.make_layer(layer, parameters, device));
@@ -50,9 +50,8 @@ void Executor::train(MicroBatch batch, double gradient_scale, const at::Tensor& 
   }
 
   StageGraph norm;
-  hidden = norm.forward({hidden}, [&](const auto& in) {
-    return std::vector<at::Tensor>{model_->final_norm(in[0], *parameters_)};
-  })[0];
+  hidden = norm.forward(
+      {hidden}, [&](const auto& in) { return std::vector<at::Tensor>{model_->final_norm(in[0], *parameters_)}; })[0];
   LinearCrossEntropy head_loss =
       linear_cross_entropy(hidden, head(), batch.targets, gradient_scale, /*with_gradient=*/true);
   loss_sum.add_(head_loss.loss_sum);
@@ -60,8 +59,7 @@ void Executor::train(MicroBatch batch, double gradient_scale, const at::Tensor& 
 
   at::Tensor gradient = norm.backward({std::move(head_loss.d_x)})[0];
   while (!passes.empty()) {
-    gradient =
-        in_layer(passes.size() - 1, "backward", [&] { return passes.back().backward(gradient); });
+    gradient = in_layer(passes.size() - 1, "backward", [&] { return passes.back().backward(gradient); });
     passes.pop_back();
     weight_grads_.run_all();
   }
@@ -73,8 +71,7 @@ at::Tensor Executor::hidden_states(MicroBatch batch) {
   prepare(batch);
   at::Tensor hidden = embedding_forward(batch.tokens, parameters_->at("embedding"));
   for (size_t i = 0; i < layers_.size(); ++i) {
-    hidden = LayerPass(*layers_[i], static_cast<int64_t>(i), nullptr, false)
-                 .forward(hidden, batch.context);
+    hidden = LayerPass(*layers_[i], static_cast<int64_t>(i), nullptr, false).forward(hidden, batch.context);
   }
   return model_->final_norm(hidden, *parameters_);
 }

@@ -15,8 +15,8 @@ class Executor {
     bool deterministic = false;
   };
   // Model, parameters and tracker outlive the executor. `tracker` may be null at inference.
-  Executor(const MoeModel& model, const ParameterTable& parameters, BalanceTracker* tracker,
-           at::Device device, const Options& options);
+  Executor(const MoeModel& model, const ParameterTable& parameters, BalanceTracker* tracker, at::Device device,
+           const Options& options);
 
   // Forward and backward of one micro-batch. Gradients of gradient_scale · Σ loss, and those of the
   // balance terms, are added to the parameters' gradients, Σ loss to `loss_sum` ([1] fp64).

@@ -25,8 +25,7 @@ at::Tensor LayerPass::run_stages(const at::Tensor& hidden, bool first_time) {
     return std::vector<at::Tensor>{out.residual, out.normed, out.routing.weights};
   });
   const int64_t tokens = hidden.size(0);
-  if (tracker_ != nullptr && first_time)
-    tracker_->record(index_, routing, tokens, *context_.balance);
+  if (tracker_ != nullptr && first_time) tracker_->record(index_, routing, tokens, *context_.balance);
   if (tracker_ != nullptr && !first_time) {
     tracker_->repeat(index_, routing, tokens, *context_.balance);
   }
@@ -37,13 +36,11 @@ at::Tensor LayerPass::run_stages(const at::Tensor& hidden, bool first_time) {
                                    gather_values(in[1], permutation)};
   });
   const auto s3 = experts_.forward({s2[0], s2[1]}, [&](const auto& in) {
-    return std::vector<at::Tensor>{
-        layer_->run_experts(in[0], in[1], permutation.offsets, context_)};
+    return std::vector<at::Tensor>{layer_->run_experts(in[0], in[1], permutation.offsets, context_)};
   });
   // S4 moves rows between ranks; with every expert here there is nothing to move.
   const auto s5 = combine_.forward({s1[0], s1[1], s3[0]}, [&](const auto& in) {
-    return std::vector<at::Tensor>{
-        layer_->combine_and_add(in[0], in[1], in[2], permutation.map, context_)};
+    return std::vector<at::Tensor>{layer_->combine_and_add(in[0], in[1], in[2], permutation.map, context_)};
   });
   return s5[0];
 }

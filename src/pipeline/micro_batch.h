@@ -15,7 +15,7 @@ struct MicroBatch {
 // for `device`. `documents`: attention and positions restart where document_start says. Copies are
 // queued, and do not wait for the device.
 MicroBatch make_micro_batch(std::span<const int32_t> tokens, std::span<const int32_t> targets,
-                            std::span<const int32_t> document_start, int64_t sequences,
-                            int64_t seq_len, bool documents, at::Device device);
+                            std::span<const int32_t> document_start, int64_t sequences, int64_t seq_len, bool documents,
+                            at::Device device);
 
 }  // namespace marrow

@@ -26,8 +26,7 @@ void BalanceTracker::begin_step(const StepSizes& sizes) {
   global_gradient_ = balance_gradient(previous_counts_ / total, sizes.tokens, options_.coef);
 }
 
-void BalanceTracker::record(int64_t layer, const RouterOutput& routing, int64_t tokens,
-                            RouterBalance& balance) {
+void BalanceTracker::record(int64_t layer, const RouterOutput& routing, int64_t tokens, RouterBalance& balance) {
   counts_.select(0, layer).add_(routing.counts.sum(0));
   probability_sums_.select(0, layer).add_(routing.probability_sums.sum(0));
   if (options_.mode == BalanceMode::kMicro || options_.mode == BalanceMode::kSequence) {
@@ -38,25 +37,20 @@ void BalanceTracker::record(int64_t layer, const RouterOutput& routing, int64_t 
   repeat(layer, routing, tokens, balance);
 }
 
-void BalanceTracker::repeat(int64_t layer, const RouterOutput& routing, int64_t tokens,
-                            RouterBalance& balance) const {
+void BalanceTracker::repeat(int64_t layer, const RouterOutput& routing, int64_t tokens, RouterBalance& balance) const {
   balance.z_loss_gradient = options_.z_loss / static_cast<double>(sizes_.tokens);
   if (options_.coef == 0.0) return;
   const int64_t groups = routing.counts.size(0);
-  const auto fractions = [&] {
-    return expert_fractions(routing.counts, tokens / groups, options_.top_k);
-  };
+  const auto fractions = [&] { return expert_fractions(routing.counts, tokens / groups, options_.top_k); };
   switch (options_.mode) {
     case BalanceMode::kNone:
     case BalanceMode::kBias:
       return;
     case BalanceMode::kMicro:
-      balance.gradient =
-          balance_gradient(fractions(), tokens, options_.coef / sizes_.micro_batches);
+      balance.gradient = balance_gradient(fractions(), tokens, options_.coef / sizes_.micro_batches);
       return;
     case BalanceMode::kSequence:
-      balance.gradient =
-          balance_gradient(fractions(), tokens / groups, options_.coef / sizes_.sequences);
+      balance.gradient = balance_gradient(fractions(), tokens / groups, options_.coef / sizes_.sequences);
       return;
     case BalanceMode::kGlobal:
       balance.gradient = global_gradient_.narrow(0, layer, 1);
@@ -66,8 +60,7 @@ void BalanceTracker::repeat(int64_t layer, const RouterOutput& routing, int64_t 
 
 void BalanceTracker::end_step() {
   if (options_.mode == BalanceMode::kMicro || options_.mode == BalanceMode::kSequence) {
-    const int64_t groups =
-        options_.mode == BalanceMode::kMicro ? sizes_.micro_batches : sizes_.sequences;
+    const int64_t groups = options_.mode == BalanceMode::kMicro ? sizes_.micro_batches : sizes_.sequences;
     losses_.copy_(group_losses_ / static_cast<double>(groups));
   } else {
     losses_.copy_(balance_loss(counts_, probability_sums_, sizes_.tokens, options_.top_k));

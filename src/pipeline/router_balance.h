@@ -25,15 +25,12 @@ class BalanceTracker {
 
   void begin_step(const StepSizes& sizes);
   // Groups that the router keeps apart in a micro-batch of `sequences` sequences.
-  int64_t groups(int64_t sequences) const {
-    return options_.mode == BalanceMode::kSequence ? sequences : 1;
-  }
+  int64_t groups(int64_t sequences) const { return options_.mode == BalanceMode::kSequence ? sequences : 1; }
   // Adds a micro-batch's statistics and returns, in `balance`, the gradient of its balance term.
   // `tokens` is the micro-batch's.
   void record(int64_t layer, const RouterOutput& routing, int64_t tokens, RouterBalance& balance);
   // A recomputed forward needs the same gradient again, and counts nothing twice.
-  void repeat(int64_t layer, const RouterOutput& routing, int64_t tokens,
-              RouterBalance& balance) const;
+  void repeat(int64_t layer, const RouterOutput& routing, int64_t tokens, RouterBalance& balance) const;
   void end_step();
 
   // Of the step that ended last, on the device: [layers] fp32 each.

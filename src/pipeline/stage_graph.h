@@ -10,9 +10,8 @@ class StageGraph {
   // Calls `body` on leaves that stand for `inputs` and keeps the graph that its outputs carry.
   // Inputs and outputs may be undefined; they then have no gradient. Returns the outputs cut off
   // from the graph.
-  std::vector<at::Tensor> forward(
-      const std::vector<at::Tensor>& inputs,
-      const std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)>& body);
+  std::vector<at::Tensor> forward(const std::vector<at::Tensor>& inputs,
+                                  const std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)>& body);
 
   // Gradients of the inputs from those of the outputs (undefined: zero), and frees the graph.
   // Gradients of parameters are added where the operators say.

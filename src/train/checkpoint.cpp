@@ -33,8 +33,7 @@ std::string small_file(const std::vector<NamedTensor>& tensors) {
 
 }  // namespace
 
-CheckpointWriter::CheckpointWriter(CheckpointWriterOptions options,
-                                   std::vector<CheckpointTensor> model, Logger& log)
+CheckpointWriter::CheckpointWriter(CheckpointWriterOptions options, std::vector<CheckpointTensor> model, Logger& log)
     : options_(std::move(options)), model_(std::move(model)), log_(log) {}
 
 CheckpointWriter::~CheckpointWriter() {
@@ -50,13 +49,11 @@ void CheckpointWriter::finish() {
 }
 
 void CheckpointWriter::poll() {
-  const bool done =
-      pending_.valid() && pending_.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
+  const bool done = pending_.valid() && pending_.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
   if (done) finish();
 }
 
-std::vector<CheckpointWriter::Piece> CheckpointWriter::pieces_of(
-    const std::vector<OwnedRange>& ranges) {
+std::vector<CheckpointWriter::Piece> CheckpointWriter::pieces_of(const std::vector<OwnedRange>& ranges) {
   std::vector<Piece> pieces;
   for (const OwnedRange& range : ranges) {
     const auto add = [&](const at::Tensor& values, const char* suffix) {
@@ -87,13 +84,12 @@ bool CheckpointWriter::copy_to_host(std::vector<Piece>& pieces) {
                       bytes, available));
       return false;
     }
-    host_ =
-        at::empty({bytes}, at::TensorOptions(at::kByte).pinned_memory(last_on_device != nullptr));
+    host_ = at::empty({bytes}, at::TensorOptions(at::kByte).pinned_memory(last_on_device != nullptr));
   }
   int64_t position = 0;
   for (Piece& piece : pieces) {
-    const at::Tensor copy = host_.narrow(0, position, static_cast<int64_t>(piece.values.nbytes()))
-                                .view(piece.values.scalar_type());
+    const at::Tensor copy =
+        host_.narrow(0, position, static_cast<int64_t>(piece.values.nbytes())).view(piece.values.scalar_type());
     position += aligned_bytes(piece.values);
     // Copies of one stream are done in order: the last one blocks, and so waits for all.
     copy.copy_(piece.values, /*non_blocking=*/&piece != last_on_device);
@@ -114,15 +110,13 @@ void CheckpointWriter::save(const CheckpointContent& content) {
     write(pieces, content.state.step, side_files);
     return;
   }
-  pending_ = std::async(std::launch::async,
-                        [this, pieces = std::move(pieces), step = content.state.step,
-                         side_files = std::move(side_files)] { write(pieces, step, side_files); });
+  pending_ = std::async(std::launch::async, [this, pieces = std::move(pieces), step = content.state.step,
+                                             side_files = std::move(side_files)] { write(pieces, step, side_files); });
 }
 
 void CheckpointWriter::write(const std::vector<Piece>& pieces, int64_t step,
                              const std::vector<SideFile>& side_files) try {
-  CheckpointFiles files(step_folder(options_.dir, step), model_, options_.state_dtype,
-                        options_.max_shard_bytes);
+  CheckpointFiles files(step_folder(options_.dir, step), model_, options_.state_dtype, options_.max_shard_bytes);
   const bool first = options_.rank == 0;
   if (first) {
     remove_stale_staging(options_.dir);
@@ -143,8 +137,7 @@ void CheckpointWriter::write(const std::vector<Piece>& pieces, int64_t step,
 
 Checkpoint::Checkpoint(const std::string& folder)
     : folder_(folder),
-      state_((check_complete(folder),
-              parse_trainer_state(Json::read_file(folder + "/" + kTrainerState)))),
+      state_((check_complete(folder), parse_trainer_state(Json::read_file(folder + "/" + kTrainerState)))),
       config_(Json::read_file(folder + "/config.json")) {
   TensorFiles headers_are_sound(tensor_paths(folder, ""));
 }
@@ -169,16 +162,13 @@ void Checkpoint::load_optimizer(const std::vector<OwnedRange>& ranges) const {
       MARROW_CHECK((stored != nullptr) == values.defined(), ExitCode::kBadInput,
                    Fix("use the optimizer.name that the checkpoint was saved with"),
                    "{}: tensor {} is {} in the checkpoint, but the optimizer {}", folder_, name,
-                   stored != nullptr ? "present" : "missing",
-                   values.defined() ? "needs it" : "has no place for it");
+                   stored != nullptr ? "present" : "missing", values.defined() ? "needs it" : "has no place for it");
       if (stored == nullptr) return;
-      const bool fits =
-          stored->shape == range.tensor->shape && stored->dtype == values.scalar_type();
-      MARROW_CHECK(fits, ExitCode::kBadInput,
-                   Fix("use the model and the optimizer.state_dtype of the checkpoint"),
+      const bool fits = stored->shape == range.tensor->shape && stored->dtype == values.scalar_type();
+      MARROW_CHECK(fits, ExitCode::kBadInput, Fix("use the model and the optimizer.state_dtype of the checkpoint"),
                    "{}: tensor {} is {} {} in the checkpoint, but {} {} in the run", folder_, name,
-                   dtype_name(stored->dtype), shape_text(stored->shape),
-                   at::toString(values.scalar_type()), shape_text(range.tensor->shape));
+                   dtype_name(stored->dtype), shape_text(stored->shape), at::toString(values.scalar_type()),
+                   shape_text(range.tensor->shape));
       files.read(name, range.begin, values);
     };
     load(range.exp_avg, ".exp_avg");
@@ -212,8 +202,8 @@ bool is_checkpoint_path(const std::string& path) {
 }
 
 Checkpoint open_checkpoint(const std::string& path, Logger& log) {
-  MARROW_CHECK(fs::is_directory(path), ExitCode::kUsage, Fix("check the path"),
-               "{} is no folder, so no checkpoint", path);
+  MARROW_CHECK(fs::is_directory(path), ExitCode::kUsage, Fix("check the path"), "{} is no folder, so no checkpoint",
+               path);
   for (const std::string& dir : {path, path + "/checkpoints"}) {
     if (step_folders(dir).empty()) continue;
     std::optional<Checkpoint> newest = newest_checkpoint(dir, log);

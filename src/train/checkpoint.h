@@ -42,8 +42,7 @@ struct CheckpointWriterOptions {
 class CheckpointWriter {
  public:
   // `model`: every tensor of the model (checkpoint_tensors). `log` must outlive this.
-  CheckpointWriter(CheckpointWriterOptions options, std::vector<CheckpointTensor> model,
-                   Logger& log);
+  CheckpointWriter(CheckpointWriterOptions options, std::vector<CheckpointTensor> model, Logger& log);
   ~CheckpointWriter();  // waits; errors are only logged: call finish() first
   CheckpointWriter(const CheckpointWriter&) = delete;
   CheckpointWriter& operator=(const CheckpointWriter&) = delete;
@@ -62,8 +61,7 @@ class CheckpointWriter {
   };
   static std::vector<Piece> pieces_of(const std::vector<OwnedRange>& ranges);
   bool copy_to_host(std::vector<Piece>& pieces);
-  void write(const std::vector<Piece>& pieces, int64_t step,
-             const std::vector<SideFile>& side_files);
+  void write(const std::vector<Piece>& pieces, int64_t step, const std::vector<SideFile>& side_files);
 
   CheckpointWriterOptions options_;
   std::vector<CheckpointTensor> model_;

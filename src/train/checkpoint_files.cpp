@@ -42,8 +42,7 @@ void remove_checkpoint(const std::string& folder) {
 
 }  // namespace
 
-std::vector<CheckpointTensor> checkpoint_tensors(const std::vector<ParameterSpec>& specs,
-                                                 OptimizerName optimizer) {
+std::vector<CheckpointTensor> checkpoint_tensors(const std::vector<ParameterSpec>& specs, OptimizerName optimizer) {
   std::vector<CheckpointTensor> tensors;
   for (const ParameterSpec& spec : specs) {
     const bool muon = optimizer == OptimizerName::kMuon && spec.rule == UpdateRule::kMuon;
@@ -88,19 +87,17 @@ void CheckpointFiles::create() {
 
 void CheckpointFiles::write(const std::string& name, int64_t begin, const at::Tensor& values) {
   const auto found = places_.find(name);
-  MARROW_CHECK(found != places_.end(), ExitCode::kUsage,
-               Fix("this is a defect: list the tensor in checkpoint_tensors"),
+  MARROW_CHECK(found != places_.end(), ExitCode::kUsage, Fix("this is a defect: list the tensor in checkpoint_tensors"),
                "the checkpoint has no place for {}", name);
   const auto& [file, tensor] = found->second;
   MARROW_CHECK(values.dim() == 1 && begin >= 0 && begin + values.numel() <= tensor->elements() &&
                    values.scalar_type() == tensor->dtype,
                ExitCode::kUsage, Fix("this is a defect: check the owned ranges and their dtypes"),
                "{} at element {} does not fit {} {} {}",
-               fmt::format("{} {}", at::toString(values.scalar_type()), shape_text(values.sizes())),
-               begin, name, dtype_name(tensor->dtype), shape_text(tensor->shape));
+               fmt::format("{} {}", at::toString(values.scalar_type()), shape_text(values.sizes())), begin, name,
+               dtype_name(tensor->dtype), shape_text(tensor->shape));
   const int64_t width = static_cast<int64_t>(at::elementSize(tensor->dtype));
-  OutputFile& output =
-      open_.try_emplace(file, staged(layouts_[file].file_name), /*existing=*/true).first->second;
+  OutputFile& output = open_.try_emplace(file, staged(layouts_[file].file_name), /*existing=*/true).first->second;
   for (int64_t done = 0; done < values.numel(); done += kWriteElements) {
     const int64_t n = std::min(kWriteElements, values.numel() - done);
     const at::Tensor part = values.narrow(0, done, n).cpu().contiguous();
@@ -168,16 +165,15 @@ std::vector<std::string> step_folders(const std::string& dir) {
 
 void check_complete(const std::string& folder) {
   const std::string marker = (fs::path(folder) / kCompleteMarker).string();
-  MARROW_CHECK(fs::exists(marker), ExitCode::kBadInput,
-               Fix("use another checkpoint; this one's save was interrupted"),
+  MARROW_CHECK(fs::exists(marker), ExitCode::kBadInput, Fix("use another checkpoint; this one's save was interrupted"),
                "{} is no complete checkpoint: it has no file {}", folder, kCompleteMarker);
   for (const auto& [name, size] : Json::read_file(marker).at("files").items()) {
     const fs::path path = fs::path(folder) / name;
     const int64_t actual = fs::exists(path) ? static_cast<int64_t>(fs::file_size(path)) : 0;
     MARROW_CHECK(fs::exists(path) && actual == size.as_int(), ExitCode::kBadInput,
                  Fix("use another checkpoint; this one is damaged"),
-                 "checkpoint {} is damaged: {} has {} bytes, but was saved with {}", folder, name,
-                 actual, size.as_int());
+                 "checkpoint {} is damaged: {} has {} bytes, but was saved with {}", folder, name, actual,
+                 size.as_int());
   }
 }
 

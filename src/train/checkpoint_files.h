@@ -15,8 +15,7 @@ struct CheckpointTensor {
 };
 
 // All tensors of the model, whoever holds them. `specs` are those of the whole model.
-std::vector<CheckpointTensor> checkpoint_tensors(const std::vector<ParameterSpec>& specs,
-                                                 OptimizerName optimizer);
+std::vector<CheckpointTensor> checkpoint_tensors(const std::vector<ParameterSpec>& specs, OptimizerName optimizer);
 
 inline constexpr const char* kCompleteMarker = "COMPLETE";
 
@@ -28,8 +27,8 @@ inline constexpr const char* kCompleteMarker = "COMPLETE";
 class CheckpointFiles {
  public:
   // `folder` is the checkpoint's final path. `state_dtype`: kBFloat16 or kFloat.
-  CheckpointFiles(std::string folder, const std::vector<CheckpointTensor>& tensors,
-                  at::ScalarType state_dtype, int64_t max_shard_bytes = 5'000'000'000);
+  CheckpointFiles(std::string folder, const std::vector<CheckpointTensor>& tensors, at::ScalarType state_dtype,
+                  int64_t max_shard_bytes = 5'000'000'000);
 
   void create();  // the staging folder with every file at its final size
   // Elements [begin, begin + values.numel()) of "NAME", "NAME.exp_avg" or "NAME.exp_avg_sq", in

@@ -15,19 +15,16 @@ void check_optimizer(const PretrainConfig& config) {
                Fix(fmt::format("lower optimizer.warmup_steps or optimizer.decay_steps, or raise "
                                "train.steps to {}",
                                o.warmup_steps + o.decay_steps)),
-               "optimizer.warmup_steps {} + optimizer.decay_steps {} exceed train.steps {}",
-               o.warmup_steps, o.decay_steps, steps);
-  MARROW_CHECK(o.name != OptimizerName::kMuon || o.state_dtype == TrainDtype::kFp32,
-               ExitCode::kUsage,
+               "optimizer.warmup_steps {} + optimizer.decay_steps {} exceed train.steps {}", o.warmup_steps,
+               o.decay_steps, steps);
+  MARROW_CHECK(o.name != OptimizerName::kMuon || o.state_dtype == TrainDtype::kFp32, ExitCode::kUsage,
                Fix("set optimizer.state_dtype = \"fp32\", or optimizer.name = \"adamw\""),
                "optimizer.state_dtype \"bf16\" does not go with optimizer.name \"muon\"");
   MARROW_CHECK(o.min_lr <= o.lr, ExitCode::kUsage, Fix("set optimizer.min_lr below optimizer.lr"),
                "optimizer.min_lr {} is above optimizer.lr {}", o.min_lr, o.lr);
-  MARROW_CHECK(o.schedule != LearningRateSchedule::kConstant || o.decay_steps == 0,
-               ExitCode::kUsage,
+  MARROW_CHECK(o.schedule != LearningRateSchedule::kConstant || o.decay_steps == 0, ExitCode::kUsage,
                Fix("set optimizer.schedule to \"wsd\" or \"cosine\", or leave out decay_steps"),
-               "optimizer.decay_steps {} has no meaning with optimizer.schedule \"constant\"",
-               o.decay_steps);
+               "optimizer.decay_steps {} has no meaning with optimizer.schedule \"constant\"", o.decay_steps);
 }
 
 void check_corpus_exists(const std::string& prefix, const std::string& key) {
@@ -42,10 +39,9 @@ void check_corpus_exists(const std::string& prefix, const std::string& key) {
 
 void check_paths(const PretrainConfig& config) {
   MARROW_CHECK(std::filesystem::is_regular_file(config.model.config), ExitCode::kUsage,
-               Fix("set model.config to a config.json; configs/models has some"),
-               "model.config: {} is no file", json_quote(config.model.config));
-  MARROW_CHECK(config.model.init_from.empty() || std::filesystem::exists(config.model.init_from),
-               ExitCode::kUsage,
+               Fix("set model.config to a config.json; configs/models has some"), "model.config: {} is no file",
+               json_quote(config.model.config));
+  MARROW_CHECK(config.model.init_from.empty() || std::filesystem::exists(config.model.init_from), ExitCode::kUsage,
                Fix("set model.init_from to a checkpoint or a Hugging Face folder"),
                "model.init_from: {} does not exist", json_quote(config.model.init_from));
   for (const DataSource& source : config.data.train) check_corpus_exists(source.path, "data.train");
@@ -56,12 +52,10 @@ void check_paths(const PretrainConfig& config) {
 
 void check_data(const PretrainConfig& config) {
   MARROW_CHECK(!config.data.train.empty(), ExitCode::kUsage,
-               Fix("name at least one corpus: data.train = [\"data/corpus\"]"),
-               "data.train is an empty list");
+               Fix("name at least one corpus: data.train = [\"data/corpus\"]"), "data.train is an empty list");
   MARROW_CHECK(config.data.validate_every == 0 || !config.data.validation.empty(), ExitCode::kUsage,
                Fix("set data.validation = [\"data/heldout\"], or leave out data.validate_every"),
-               "data.validate_every is {}, but data.validation names no corpus",
-               config.data.validate_every);
+               "data.validate_every is {}, but data.validation names no corpus", config.data.validate_every);
 }
 
 // "12 or 16": the multiples of `unit` on both sides of `value`.
@@ -88,23 +82,21 @@ void check_mesh(const PretrainConfig& config) {
   const int64_t unit = micro * data_ranks;
   MARROW_CHECK(batch % unit == 0, ExitCode::kUsage,
                Fix(fmt::format("set train.global_batch to {}{}", nearest_multiples(batch, unit),
-                               batch % data_ranks != 0
-                                   ? ""
-                                   : fmt::format(", or train.micro_batch to {}",
-                                                 divisor_below(batch / data_ranks, micro)))),
+                               batch % data_ranks != 0 ? ""
+                                                       : fmt::format(", or train.micro_batch to {}",
+                                                                     divisor_below(batch / data_ranks, micro)))),
                "train.global_batch {} does not divide by train.micro_batch {} x mesh.dp {} x "
                "mesh.ep {} = {}",
                batch, micro, known(mesh.dp), known(mesh.ep), unit);
   const int64_t micro_batches = batch / unit;
-  MARROW_CHECK(
-      mesh.pp <= 1 || mesh.schedule != PipelineSchedule::kDualPipeV || micro_batches >= 2 * mesh.pp,
-      ExitCode::kUsage,
-      Fix(fmt::format("raise train.global_batch to {}, lower train.micro_batch, or set "
-                      "mesh.schedule = \"1f1b\"",
-                      2 * mesh.pp * unit)),
-      "mesh.schedule \"dualpipev\" needs at least 2 x mesh.pp = {} micro-batches, the "
-      "batch sizes give {}",
-      2 * mesh.pp, micro_batches);
+  MARROW_CHECK(mesh.pp <= 1 || mesh.schedule != PipelineSchedule::kDualPipeV || micro_batches >= 2 * mesh.pp,
+               ExitCode::kUsage,
+               Fix(fmt::format("raise train.global_batch to {}, lower train.micro_batch, or set "
+                               "mesh.schedule = \"1f1b\"",
+                               2 * mesh.pp * unit)),
+               "mesh.schedule \"dualpipev\" needs at least 2 x mesh.pp = {} micro-batches, the "
+               "batch sizes give {}",
+               2 * mesh.pp, micro_batches);
   const int64_t seq_len = config.data.seq_len;
   MARROW_CHECK(mesh.cp <= 1 || seq_len % (2 * mesh.cp) == 0, ExitCode::kUsage,
                Fix(fmt::format("set data.seq_len to {}", nearest_multiples(seq_len, 2 * mesh.cp))),
@@ -131,13 +123,11 @@ void resolve_mesh(PretrainConfig& config, int64_t world) {
     if (*size == 0) automatic = size;
     product *= std::max<int64_t>(*size, 1);
   }
-  const std::string sizes =
-      fmt::format("mesh pp {} x dp {} x cp {} x ep {}{}", mesh.pp, mesh.dp, mesh.cp, mesh.ep,
-                  automatic == nullptr ? "" : " (0 = \"auto\")");
-  MARROW_CHECK(
-      automatic == nullptr ? product == world : world % product == 0, ExitCode::kUsage,
-      Fix(fmt::format("start {} processes (--processes {}), or change [mesh]", product, product)),
-      "{} does not fit {} process{}", sizes, world, world == 1 ? "" : "es");
+  const std::string sizes = fmt::format("mesh pp {} x dp {} x cp {} x ep {}{}", mesh.pp, mesh.dp, mesh.cp, mesh.ep,
+                                        automatic == nullptr ? "" : " (0 = \"auto\")");
+  MARROW_CHECK(automatic == nullptr ? product == world : world % product == 0, ExitCode::kUsage,
+               Fix(fmt::format("start {} processes (--processes {}), or change [mesh]", product, product)),
+               "{} does not fit {} process{}", sizes, world, world == 1 ? "" : "es");
   if (automatic != nullptr) *automatic = world / product;
   check_mesh(config);
 }

@@ -40,8 +40,7 @@ InferenceModel::InferenceModel(const std::string& path, bool use_gpu, Logger& lo
 std::unique_ptr<Tokenizer> InferenceModel::open_own_tokenizer() const {
   const std::vector<SideFile> files = read_tokenizer_files(folder_);
   MARROW_CHECK(!files.empty(), ExitCode::kBadInput,
-               Fix("copy tokenizer.json and tokenizer_config.json into the folder"),
-               "{} holds no tokenizer", folder_);
+               Fix("copy tokenizer.json and tokenizer_config.json into the folder"), "{} holds no tokenizer", folder_);
   return open_tokenizer(is_bytes_tokenizer(files) ? "bytes" : folder_);
 }
 

@@ -28,8 +28,7 @@ std::string lines_up_to(const std::string& path, int64_t step) {
   if (!std::filesystem::exists(path)) return "";
   const std::string text = read_text_file(path);
   std::string kept;
-  for (size_t start = 0, end; (end = text.find('\n', start)) != std::string::npos;
-       start = end + 1) {
+  for (size_t start = 0, end; (end = text.find('\n', start)) != std::string::npos; start = end + 1) {
     const std::string line = text.substr(start, end - start + 1);
     if (Json::parse(line, path).at("step").as_int() <= step) kept += line;
   }
@@ -58,9 +57,8 @@ void each_field(const StepMetrics& m, Visit visit) {
 }  // namespace
 
 std::string console_line(const StepMetrics& m, int64_t steps) {
-  std::string line = fmt::format(
-      "step {}/{}  loss {:.4f}  balance {:.3f}  grad {:.3g}  lr {:.2e}  {} tokens/s", m.step, steps,
-      m.loss, m.balance_loss, m.grad_norm, m.lr, short_count(m.tokens_per_second));
+  std::string line = fmt::format("step {}/{}  loss {:.4f}  balance {:.3f}  grad {:.3g}  lr {:.2e}  {} tokens/s", m.step,
+                                 steps, m.loss, m.balance_loss, m.grad_norm, m.lr, short_count(m.tokens_per_second));
   if (std::isfinite(m.mfu)) line += fmt::format("  mfu {:.1f}%", 100 * m.mfu);
   line += fmt::format("  {:.2f} GB", static_cast<double>(m.peak_memory_bytes) / 1e9);
   return line + "  eta " + short_time(static_cast<double>(steps - m.step) * m.step_seconds);

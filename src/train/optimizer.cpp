@@ -6,8 +6,7 @@
 
 namespace marrow {
 
-Optimizer::Optimizer(ParameterStore& store, const PretrainConfig::Optimizer& config)
-    : store_(&store), config_(config) {
+Optimizer::Optimizer(ParameterStore& store, const PretrainConfig::Optimizer& config) : store_(&store), config_(config) {
   norm_ = at::zeros({1}, at::TensorOptions().device(store.options().device).dtype(at::kDouble));
 }
 
@@ -17,9 +16,8 @@ void Optimizer::step(double learning_rate, int64_t step, const at::Tensor& loss)
   norm_.sqrt_();
   // As torch.nn.utils.clip_grad_norm_. A norm that is not finite must stop the update: infinity
   // would give a factor of 0, which stops it too.
-  grad_scale_ = config_.clip_norm > 0
-                    ? (norm_ + 1e-6).reciprocal_().mul_(config_.clip_norm).clamp_max_(1.0)
-                    : (norm_ * 0.0).add_(1.0);
+  grad_scale_ = config_.clip_norm > 0 ? (norm_ + 1e-6).reciprocal_().mul_(config_.clip_norm).clamp_max_(1.0)
+                                      : (norm_ * 0.0).add_(1.0);
   grad_scale_ = grad_scale_.add_(loss * 0.0).to(at::kFloat);
 
   for (FlatGroup& group : store_->groups()) {
@@ -47,8 +45,8 @@ void Optimizer::update_muon(FlatGroup& group, size_t index, double learning_rate
       return flat.narrow(0, offset, elements).view({elements / (rows * columns), rows, columns});
     };
     const bool shared = group.working.is_same(group.master);
-    muon_update(matrices(group.master), shared ? at::Tensor() : matrices(group.working),
-                matrices(group.grad), matrices(group.exp_avg), grad_scale_, muon);
+    muon_update(matrices(group.master), shared ? at::Tensor() : matrices(group.working), matrices(group.grad),
+                matrices(group.exp_avg), grad_scale_, muon);
     offset += elements;
   }
 }
@@ -68,8 +66,7 @@ void Optimizer::update_adamw(FlatGroup& group, double learning_rate, int64_t ste
     const int64_t n = group.offsets[i] - begin;
     adamw.weight_decay = decay ? config_.weight_decay : 0.0;
     const bool shared = group.working.is_same(group.master);
-    adamw_update(group.master.narrow(0, begin, n),
-                 shared ? at::Tensor() : group.working.narrow(0, begin, n),
+    adamw_update(group.master.narrow(0, begin, n), shared ? at::Tensor() : group.working.narrow(0, begin, n),
                  group.grad.narrow(0, begin, n), group.exp_avg.narrow(0, begin, n),
                  group.exp_avg_sq.narrow(0, begin - group.muon_elements, n), grad_scale_, adamw);
   }

@@ -33,8 +33,8 @@ toml::table parse_toml(const std::string& text, const std::string& origin) {
   try {
     return toml::parse(text, origin);
   } catch (const toml::parse_error& error) {
-    MARROW_THROW(ExitCode::kUsage, Fix("repair the TOML at that line"), "{}: not valid TOML: {}",
-                 place(error.source()), error.description());
+    MARROW_THROW(ExitCode::kUsage, Fix("repair the TOML at that line"), "{}: not valid TOML: {}", place(error.source()),
+                 error.description());
   }
 }
 
@@ -52,9 +52,9 @@ toml::table parse_override(const std::string& text, const std::string& origin) {
 // Puts "train.steps=10" into `root`.
 void apply_override(toml::table& root, const std::string& assignment) {
   const size_t equals = assignment.find('=');
-  MARROW_CHECK(equals != std::string::npos && equals > 0 && equals + 1 < assignment.size(),
-               ExitCode::kUsage, Fix("write --set SECTION.KEY=VALUE, as in --set train.steps=10"),
-               "--set {} is no assignment", json_quote(assignment));
+  MARROW_CHECK(equals != std::string::npos && equals > 0 && equals + 1 < assignment.size(), ExitCode::kUsage,
+               Fix("write --set SECTION.KEY=VALUE, as in --set train.steps=10"), "--set {} is no assignment",
+               json_quote(assignment));
   const std::string path = assignment.substr(0, assignment.find_last_not_of(' ', equals - 1) + 1);
   const std::string origin = "--set " + path;
   toml::table value = parse_override(assignment.substr(equals + 1), origin);
@@ -64,8 +64,8 @@ void apply_override(toml::table& root, const std::string& assignment) {
   if (dot != std::string::npos) {
     const toml::key section(path.substr(0, dot), source);
     table = root.insert(section, toml::table{}).first->second.as_table();
-    MARROW_CHECK(table != nullptr, ExitCode::kUsage, Fix("write --set SECTION.KEY=VALUE"),
-                 "{}: {} is no section", origin, json_quote(section.str()));
+    MARROW_CHECK(table != nullptr, ExitCode::kUsage, Fix("write --set SECTION.KEY=VALUE"), "{}: {} is no section",
+                 origin, json_quote(section.str()));
   }
   const toml::key key(path.substr(dot + 1), source);
   value.begin()->second.visit([&](auto& node) { table->insert_or_assign(key, std::move(node)); });
@@ -107,11 +107,10 @@ constexpr int64_t kMaxBatch = int64_t{1} << 24;
 constexpr int64_t kMaxRanks = int64_t{1} << 15;
 
 Rule<int64_t> integer(int64_t min, int64_t max = kMaxCount) {
-  const std::string limit =
-      max == INT64_MAX ? "" : fmt::format(" to 2^{}", std::bit_width(uint64_t(max)) - 1);
+  const std::string limit = max == INT64_MAX ? "" : fmt::format(" to 2^{}", std::bit_width(uint64_t(max)) - 1);
   return plain_rule<int64_t>(
-      fmt::format("an integer from {}{}", min, limit),
-      [=](int64_t x) { return min <= x && x <= max; }, json_text<int64_t>);
+      fmt::format("an integer from {}{}", min, limit), [=](int64_t x) { return min <= x && x <= max; },
+      json_text<int64_t>);
 }
 
 // A mesh dimension: an integer, or "auto" (0).
@@ -122,8 +121,7 @@ Rule<int64_t> dimension() {
     target = 0;
     return static_cast<const toml::node*>(nullptr);
   };
-  return {rule.valid + ", or \"auto\"", read,
-          [](int64_t size) { return size == 0 ? "\"auto\"" : json_text(size); }};
+  return {rule.valid + ", or \"auto\"", read, [](int64_t size) { return size == 0 ? "\"auto\"" : json_text(size); }};
 }
 
 // A number in [min, max), or with `open` in (min, max).
@@ -185,9 +183,8 @@ Rule<std::vector<T>> list_of(const std::string& elements, const Rule<T>& rule) {
 const toml::node* read_source(const toml::node& node, DataSource& source) {
   if (!node.is_table()) return text().read(node, source.path);
   for (const auto& [key, value] : *node.as_table()) {
-    MARROW_CHECK(key == "path" || key == "weight", ExitCode::kUsage,
-                 Fix("give path and weight only"), "{}: an element of data.train has no key {}",
-                 place(key.source()), json_quote(key.str()));
+    MARROW_CHECK(key == "path" || key == "weight", ExitCode::kUsage, Fix("give path and weight only"),
+                 "{}: an element of data.train has no key {}", place(key.source()), json_quote(key.str()));
     const toml::node* fault =
         key == "path" ? text().read(value, source.path) : real(0, true).read(value, source.weight);
     if (fault != nullptr) return fault;
@@ -197,8 +194,7 @@ const toml::node* read_source(const toml::node& node, DataSource& source) {
 
 std::string write_source(const DataSource& source) {
   if (source.weight == 1.0) return toml_quote(source.path);
-  return fmt::format("{{path = {}, weight = {}}}", toml_quote(source.path),
-                     json_number(source.weight));
+  return fmt::format("{{path = {}, weight = {}}}", toml_quote(source.path), json_number(source.weight));
 }
 
 // One key of the run config, bound to a member of one PretrainConfig.
@@ -225,39 +221,31 @@ Key required(Key key) {
 std::vector<Key> all_keys(PretrainConfig& c) {
   return {
       required(key("model.config", c.model.config, text(), "path of a Hugging Face config.json")),
-      key("model.init_from", c.model.init_from, text(),
-          "checkpoint or Hugging Face folder to start from; else random"),
+      key("model.init_from", c.model.init_from, text(), "checkpoint or Hugging Face folder to start from; else random"),
       required(key("data.train", c.data.train,
-                   list_of<DataSource>(
-                       "prefixes (\"data/corpus\") or {path = ..., weight = a number above 0}",
-                       {"", read_source, write_source}),
+                   list_of<DataSource>("prefixes (\"data/corpus\") or {path = ..., weight = a number above 0}",
+                                       {"", read_source, write_source}),
                    "corpora: PREFIX.bin and PREFIX.idx")),
       key("data.validation", c.data.validation, list_of("prefixes", text()), "held-out corpora"),
       key("data.seq_len", c.data.seq_len, integer(1, kMaxBatch), "tokens of a sequence"),
       key("data.validate_every", c.data.validate_every, integer(0),
           "steps between validations; 0 = after the last step only"),
-      key("data.validate_sequences", c.data.validate_sequences, integer(1),
-          "sequences of one validation"),
-      key("data.mask_documents", c.data.mask_documents, flag(),
-          "attention and positions restart at each document"),
+      key("data.validate_sequences", c.data.validate_sequences, integer(1), "sequences of one validation"),
+      key("data.mask_documents", c.data.mask_documents, flag(), "attention and positions restart at each document"),
       key("mesh.pp", c.mesh.pp, dimension(), "pipeline ranks"),
       key("mesh.dp", c.mesh.dp, dimension(), "data-parallel ranks"),
       key("mesh.cp", c.mesh.cp, dimension(), "ranks that share a sequence"),
       key("mesh.ep", c.mesh.ep, dimension(), "ranks that share the experts"),
-      key("mesh.replicate", c.mesh.replicate, integer(1, kMaxRanks),
-          "copies of the sharded state; divides dp"),
+      key("mesh.replicate", c.mesh.replicate, integer(1, kMaxRanks), "copies of the sharded state; divides dp"),
       key("mesh.shard", c.mesh.shard, choice<ShardMode>({"step", "layer"}),
           "gather parameters once a step, or layer by layer (less memory)"),
-      key("mesh.schedule", c.mesh.schedule, choice<PipelineSchedule>({"dualpipev", "1f1b"}),
-          "pipeline schedule"),
+      key("mesh.schedule", c.mesh.schedule, choice<PipelineSchedule>({"dualpipev", "1f1b"}), "pipeline schedule"),
       required(key("train.steps", c.train.steps, integer(1), "optimizer steps")),
-      required(key("train.global_batch", c.train.global_batch, integer(1, kMaxBatch),
-                   "sequences of a step")),
+      required(key("train.global_batch", c.train.global_batch, integer(1, kMaxBatch), "sequences of a step")),
       key("train.micro_batch", c.train.micro_batch, integer(1, kMaxBatch),
           "sequences of one forward and backward on a rank"),
       key("train.seed", c.train.seed, integer(0, INT64_MAX), "of initial values and data order"),
-      key("train.device", c.train.device, choice<TrainDevice>({"cpu", "gpu"}),
-          "default: a GPU where there is one"),
+      key("train.device", c.train.device, choice<TrainDevice>({"cpu", "gpu"}), "default: a GPU where there is one"),
       key("train.dtype", c.train.dtype, choice<TrainDtype>({"bf16", "fp32"}),
           "of the forward and backward; default: bf16 on a GPU, fp32 on the CPU"),
       key("train.deterministic", c.train.deterministic, flag(), "bitwise equal runs on one mesh"),
@@ -267,11 +255,9 @@ std::vector<Key> all_keys(PretrainConfig& c) {
       key("train.skip_nonfinite", c.train.skip_nonfinite, integer(0),
           "steps with a non-finite gradient to skip before the run stops"),
       key("train.cpu_threads", c.train.cpu_threads, integer(0, 1024), "0 = cores / ranks"),
-      key("optimizer.name", c.optimizer.name, choice<OptimizerName>({"adamw", "muon"}),
-          "update rule"),
+      key("optimizer.name", c.optimizer.name, choice<OptimizerName>({"adamw", "muon"}), "update rule"),
       required(key("optimizer.lr", c.optimizer.lr, real(0, true), "peak learning rate")),
-      key("optimizer.schedule", c.optimizer.schedule,
-          choice<LearningRateSchedule>({"wsd", "cosine", "constant"}),
+      key("optimizer.schedule", c.optimizer.schedule, choice<LearningRateSchedule>({"wsd", "cosine", "constant"}),
           "learning rate after the warm-up"),
       key("optimizer.warmup_steps", c.optimizer.warmup_steps, integer(0), "linear rise from 0"),
       key("optimizer.decay_steps", c.optimizer.decay_steps, integer(0),
@@ -280,15 +266,12 @@ std::vector<Key> all_keys(PretrainConfig& c) {
       key("optimizer.beta1", c.optimizer.beta1, real(0, false, 1), "AdamW's first moment"),
       key("optimizer.beta2", c.optimizer.beta2, real(0, false, 1), "AdamW's second moment"),
       key("optimizer.eps", c.optimizer.eps, real(0, true), "AdamW's epsilon"),
-      key("optimizer.muon_momentum", c.optimizer.muon_momentum, real(0, false, 1),
-          "Muon's momentum"),
-      key("optimizer.weight_decay", c.optimizer.weight_decay, real(0),
-          "of linear layers, experts, embedding and head"),
+      key("optimizer.muon_momentum", c.optimizer.muon_momentum, real(0, false, 1), "Muon's momentum"),
+      key("optimizer.weight_decay", c.optimizer.weight_decay, real(0), "of linear layers, experts, embedding and head"),
       key("optimizer.clip_norm", c.optimizer.clip_norm, real(0), "gradient norm; 0 = no clipping"),
       key("optimizer.state_dtype", c.optimizer.state_dtype, choice<TrainDtype>({"bf16", "fp32"}),
           "of the optimizer's moments"),
-      key("router.balance", c.router.balance,
-          choice<BalanceMode>({"none", "micro", "sequence", "global", "bias"}),
+      key("router.balance", c.router.balance, choice<BalanceMode>({"none", "micro", "sequence", "global", "bias"}),
           "load balancing of experts"),
       key("router.coef", c.router.coef, real(0),
           "of the balance term; default: the model's router_aux_loss_coef, else 1e-3"),
@@ -303,39 +286,33 @@ std::vector<Key> all_keys(PretrainConfig& c) {
       key("log.every", c.log.every, integer(1), "steps between console lines"),
       key("log.trace", c.log.trace, list_of("steps from 1", integer(1)), "steps to trace"),
       key("log.memory_trace", c.log.memory_trace, flag(), "record allocations of the traced steps"),
-      key("log.watchdog_seconds", c.log.watchdog_seconds, real(0, true),
-          "a collective that takes longer ends the run"),
+      key("log.watchdog_seconds", c.log.watchdog_seconds, real(0, true), "a collective that takes longer ends the run"),
   };
 }
 
-[[noreturn]] void fail_unknown(const toml::key& key, const std::string& name,
-                               const std::vector<Key>& keys) {
+[[noreturn]] void fail_unknown(const toml::key& key, const std::string& name, const std::vector<Key>& keys) {
   std::vector<std::string> names;
   for (const Key& known : keys) names.push_back(known.name);
   // The key's own name in another section is the likeliest slip, then a misspelling.
   const auto ending = name.substr(name.find('.'));
-  const auto elsewhere = std::find_if(names.begin(), names.end(),
-                                      [&](const auto& other) { return other.ends_with(ending); });
+  const auto elsewhere =
+      std::find_if(names.begin(), names.end(), [&](const auto& other) { return other.ends_with(ending); });
   const std::string nearest = elsewhere != names.end() ? *elsewhere : nearest_match(name, names);
   MARROW_THROW(ExitCode::kUsage,
-               Fix(nearest.empty() ? "see marrow pretrain --help-config"
-                                   : fmt::format("did you mean {}?", nearest)),
+               Fix(nearest.empty() ? "see marrow pretrain --help-config" : fmt::format("did you mean {}?", nearest)),
                "{}: unknown key {}", place(key.source()), name);
 }
 
 const toml::table& read_section(const toml::key& name, const toml::node& node) {
-  const std::vector<std::string> sections{"model",     "data",   "mesh",       "train",
-                                          "optimizer", "router", "checkpoint", "log"};
+  const std::vector<std::string> sections{"model", "data", "mesh", "train", "optimizer", "router", "checkpoint", "log"};
   if (std::find(sections.begin(), sections.end(), name.str()) == sections.end()) {
     const std::string nearest = nearest_match(name.str(), sections);
     MARROW_THROW(ExitCode::kUsage,
                  Fix(nearest.empty() ? fmt::format("use {}", fmt::join(sections, ", "))
                                      : fmt::format("did you mean [{}]?", nearest)),
-                 "{}: unknown section or top-level key {}", place(name.source()),
-                 json_quote(name.str()));
+                 "{}: unknown section or top-level key {}", place(name.source()), json_quote(name.str()));
   }
-  MARROW_CHECK(node.is_table(), ExitCode::kUsage,
-               Fix(fmt::format("write [{}] above its keys", name.str())),
+  MARROW_CHECK(node.is_table(), ExitCode::kUsage, Fix(fmt::format("write [{}] above its keys", name.str())),
                "{}: {} is a section, not {}", place(node.source()), name.str(), described(node));
   return *node.as_table();
 }
@@ -347,20 +324,19 @@ std::map<std::string, std::string> read_tree(const toml::table& tree, const std:
   for (const auto& [section, node] : tree) {
     for (const auto& [key, value] : read_section(section, node)) {
       const std::string name = fmt::format("{}.{}", section.str(), key.str());
-      const auto known = std::find_if(keys.begin(), keys.end(),
-                                      [&](const Key& candidate) { return candidate.name == name; });
+      const auto known =
+          std::find_if(keys.begin(), keys.end(), [&](const Key& candidate) { return candidate.name == name; });
       if (known == keys.end()) fail_unknown(key, name, keys);
       const toml::node* fault = known->read(value);
-      MARROW_CHECK(fault == nullptr, ExitCode::kUsage,
-                   Fix(fmt::format("set {} to {}", name, known->valid)), "{}: {} is {}, not {}",
-                   place(fault->source()), name, described(*fault), known->valid);
+      MARROW_CHECK(fault == nullptr, ExitCode::kUsage, Fix(fmt::format("set {} to {}", name, known->valid)),
+                   "{}: {} is {}, not {}", place(fault->source()), name, described(*fault), known->valid);
       places[name] = place(value.source());
     }
   }
   for (const Key& key : keys) {
     MARROW_CHECK(!key.required || places.contains(key.name), ExitCode::kUsage,
-                 Fix(fmt::format("add {} = {} ({})", key.name, key.valid, key.help)),
-                 "{}: {} is missing", path, key.name);
+                 Fix(fmt::format("add {} = {} ({})", key.name, key.valid, key.help)), "{}: {} is missing", path,
+                 key.name);
   }
   return places;
 }
@@ -369,8 +345,7 @@ std::map<std::string, std::string> read_tree(const toml::table& tree, const std:
 void settle_automatic(PretrainConfig::MeshSizes& mesh, bool dp_is_given, const std::string& path) {
   if (!dp_is_given && (mesh.pp == 0 || mesh.cp == 0 || mesh.ep == 0)) mesh.dp = 1;
   const int automatic = (mesh.pp == 0) + (mesh.dp == 0) + (mesh.cp == 0) + (mesh.ep == 0);
-  MARROW_CHECK(automatic <= 1, ExitCode::kUsage,
-               Fix("set all but one of mesh.pp, dp, cp and ep to a number"),
+  MARROW_CHECK(automatic <= 1, ExitCode::kUsage, Fix("set all but one of mesh.pp, dp, cp and ep to a number"),
                "{}: {} dimensions of [mesh] are \"auto\"", path, automatic);
 }
 
@@ -391,8 +366,7 @@ std::string listing(const std::vector<Key>& keys,
 
 }  // namespace
 
-PretrainConfig read_pretrain_config(const std::string& path,
-                                    const std::vector<std::string>& overrides, bool have_gpu) {
+PretrainConfig read_pretrain_config(const std::string& path, const std::vector<std::string>& overrides, bool have_gpu) {
   toml::table tree = parse_toml(read_text_file(path, ExitCode::kUsage), path);
   for (const std::string& assignment : overrides) apply_override(tree, assignment);
   PretrainConfig config;
@@ -405,8 +379,7 @@ PretrainConfig read_pretrain_config(const std::string& path,
   const bool gpu = config.train.device == TrainDevice::kGpu;
   MARROW_CHECK(!gpu || have_gpu, ExitCode::kUsage,
                Fix("set train.device = \"cpu\", or run marrow doctor to see why there is no GPU"),
-               "{}: train.device is \"gpu\", but no GPU can be used here",
-               places.at("train.device"));
+               "{}: train.device is \"gpu\", but no GPU can be used here", places.at("train.device"));
   if (!places.contains("train.dtype")) {
     config.train.dtype = gpu ? TrainDtype::kBf16 : TrainDtype::kFp32;
   }

@@ -91,8 +91,7 @@ struct PretrainConfig {
 // Reads `path` with `overrides` ("train.steps=10", values in TOML) applied after it. `have_gpu`
 // resolves the defaults of device and dtype. Relative paths stay relative to the working folder.
 // Errors (kUsage): file:line:column, the key, the nearest valid key or the valid range.
-PretrainConfig read_pretrain_config(const std::string& path,
-                                    const std::vector<std::string>& overrides, bool have_gpu);
+PretrainConfig read_pretrain_config(const std::string& path, const std::vector<std::string>& overrides, bool have_gpu);
 
 // What must hold between the keys, apart from each key's own range. Errors (kUsage) name the keys,
 // their values and the nearest ones that fit. A dimension that is still "auto" counts as 1.

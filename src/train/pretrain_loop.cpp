@@ -20,15 +20,14 @@ double balance_coefficient(const PretrainConfig& config, const ModelShape& shape
 void check_model_fits(const PretrainConfig& config, const ModelShape& shape) {
   MARROW_CHECK(config.data.seq_len <= shape.max_position, ExitCode::kUsage,
                Fix("lower data.seq_len, or raise max_position_embeddings in the model's config"),
-               "data.seq_len = {} exceeds the model's max_position_embeddings = {}",
-               config.data.seq_len, shape.max_position);
+               "data.seq_len = {} exceeds the model's max_position_embeddings = {}", config.data.seq_len,
+               shape.max_position);
   const int64_t ep = std::max<int64_t>(config.mesh.ep, 1);  // 0 is "auto"
   MARROW_CHECK(shape.experts % ep == 0, ExitCode::kUsage,
                Fix(fmt::format("set mesh.ep to a divisor of {}", shape.experts)),
                "{} experts do not divide by mesh.ep = {}", shape.experts, ep);
   MARROW_CHECK(config.train.recompute != Recompute::kCheap, ExitCode::kUsage,
-               Fix("set train.recompute to \"none\" or \"layer\""),
-               "train.recompute = \"cheap\" is not implemented");
+               Fix("set train.recompute to \"none\" or \"layer\""), "train.recompute = \"cheap\" is not implemented");
   MARROW_CHECK(config.router.balance != BalanceMode::kBias, ExitCode::kUsage,
                Fix("set router.balance to \"global\", \"sequence\", \"micro\" or \"none\""),
                "router.balance = \"bias\": this family's format cannot store a selection bias");
@@ -46,39 +45,32 @@ std::string memory_breakdown(const ParameterStore::Options& options, int64_t ele
 void check_memory(const ParameterStore::Options& options, const MoeModel& model) {
   int64_t elements = 0, bytes = 0;
   for (const HubTensor& tensor : all_hub_tensors(model)) elements += tensor.elements();
-  for (const auto& part : ParameterStore::bytes_per_element(options))
-    bytes += part.second * elements;
+  for (const auto& part : ParameterStore::bytes_per_element(options)) bytes += part.second * elements;
   const int64_t available = available_memory_bytes(options.device);
-  MARROW_CHECK(
-      bytes <= available, ExitCode::kDeviceFault,
-      Fix("choose a smaller model or fewer layers (num_hidden_layers), set "
-          "optimizer.state_dtype = \"bf16\", or divide it over more processes with [mesh]"),
-      "{:.1f} GB for {} parameters ({}) exceed the {:.1f} GB that are free on {}", 1e-9 * bytes,
-      elements, memory_breakdown(options, elements), 1e-9 * available, options.device.str());
+  MARROW_CHECK(bytes <= available, ExitCode::kDeviceFault,
+               Fix("choose a smaller model or fewer layers (num_hidden_layers), set "
+                   "optimizer.state_dtype = \"bf16\", or divide it over more processes with [mesh]"),
+               "{:.1f} GB for {} parameters ({}) exceed the {:.1f} GB that are free on {}", 1e-9 * bytes, elements,
+               memory_breakdown(options, elements), 1e-9 * available, options.device.str());
 }
 
-void check_same_tokenizer(const std::string& what, const std::string& hash,
-                          const std::string& other, const std::string& other_hash) {
+void check_same_tokenizer(const std::string& what, const std::string& hash, const std::string& other,
+                          const std::string& other_hash) {
   MARROW_CHECK(hash.empty() || other_hash.empty() || hash == other_hash, ExitCode::kBadInput,
-               Fix("tokenize all text of a model with one tokenizer"),
-               "{} goes with tokenizer {}, {} with {}", what, hash, other, other_hash);
+               Fix("tokenize all text of a model with one tokenizer"), "{} goes with tokenizer {}, {} with {}", what,
+               hash, other, other_hash);
 }
 
-const char* optimizer_name(OptimizerName name) {
-  return name == OptimizerName::kMuon ? "muon" : "adamw";
-}
+const char* optimizer_name(OptimizerName name) { return name == OptimizerName::kMuon ? "muon" : "adamw"; }
 
-at::ScalarType scalar_type(TrainDtype dtype) {
-  return dtype == TrainDtype::kBf16 ? at::kBFloat16 : at::kFloat;
-}
+at::ScalarType scalar_type(TrainDtype dtype) { return dtype == TrainDtype::kBf16 ? at::kBFloat16 : at::kFloat; }
 
 }  // namespace
 
 PretrainLoop::PretrainLoop(const PretrainConfig& config, Logger& logger)
     : config_(config),
       logger_(logger),
-      device_(config.train.device == TrainDevice::kGpu ? at::Device(at::kCUDA, 0)
-                                                       : at::Device(at::kCPU)) {
+      device_(config.train.device == TrainDevice::kGpu ? at::Device(at::kCUDA, 0) : at::Device(at::kCPU)) {
   model_config_text_ = read_text_file(config.model.config, ExitCode::kUsage);
   model_ = open_model(Json::parse(model_config_text_, config.model.config, ExitCode::kUsage));
   const ModelShape& shape = model_->shape();
@@ -119,8 +111,7 @@ PretrainLoop::PretrainLoop(const PretrainConfig& config, Logger& logger)
   writer.keep = config.checkpoint.keep;
   writer.async = config.checkpoint.async;
   writer.state_dtype = scalar_type(config.optimizer.state_dtype);
-  checkpoints_.emplace(
-      writer, checkpoint_tensors(all_parameter_specs(*model_), config.optimizer.name), logger);
+  checkpoints_.emplace(writer, checkpoint_tensors(all_parameter_specs(*model_), config.optimizer.name), logger);
   load_initial_state();
   write_text_file_atomically(config_.log.dir + "/run.toml", to_toml(config_));
   metrics_.emplace(config.log.dir, step_);
@@ -143,8 +134,7 @@ void PretrainLoop::open_data() {
     options.sources = {{prefix, 1.0}};
     validation_.emplace_back(options);
     for (const std::string& warning : validation_.back().warnings()) logger_.warn(warning);
-    check_same_tokenizer(prefix, validation_.back().tokenizer_hash(), "data.train",
-                         loader_->tokenizer_hash());
+    check_same_tokenizer(prefix, validation_.back().tokenizer_hash(), "data.train", loader_->tokenizer_hash());
   }
 }
 
@@ -166,20 +156,18 @@ void PretrainLoop::describe_data() {
   }
   data_state_.tokenizer = "tokenizer.json";
   if (!std::filesystem::exists(info->tokenizer)) {
-    logger_.warn(fmt::format("the tokenizer of {} is no longer at {}: checkpoints will lack it",
-                             prefix, info->tokenizer));
+    logger_.warn(
+        fmt::format("the tokenizer of {} is no longer at {}: checkpoints will lack it", prefix, info->tokenizer));
     return;
   }
-  check_same_tokenizer(info->tokenizer, open_tokenizer(info->tokenizer)->hash(), prefix,
-                       info->tokenizer_hash);
+  check_same_tokenizer(info->tokenizer, open_tokenizer(info->tokenizer)->hash(), prefix, info->tokenizer_hash);
   const std::string folder = std::filesystem::path(info->tokenizer).parent_path().string();
   tokenizer_files_ = read_tokenizer_files(folder.empty() ? "." : folder);
 }
 
 void PretrainLoop::open_run_folder() {
   std::filesystem::create_directories(config_.log.dir);
-  lock_.emplace(config_.log.dir + "/lock",
-                Fix("wait for the other run, or give this one another log.dir"));
+  lock_.emplace(config_.log.dir + "/lock", Fix("wait for the other run, or give this one another log.dir"));
   logger_.open_file(config_.log.dir + "/log-rank-0000.txt");
   std::filesystem::create_directories(config_.checkpoint.dir);  // now, not after hours
 }
@@ -194,11 +182,9 @@ void PretrainLoop::load_initial_state() {
                  Fix("repair or remove the checkpoints, or set log.dir to a new folder"),
                  "no checkpoint in {} can be used", config_.checkpoint.dir);
   } else {
-    MARROW_CHECK(
-        step_folders(config_.checkpoint.dir).empty(), ExitCode::kUsage,
-        Fix("set log.dir and checkpoint.dir to new folders, or remove the old checkpoints"),
-        "checkpoint.resume is false, but {} holds checkpoints of an earlier run",
-        config_.checkpoint.dir);
+    MARROW_CHECK(step_folders(config_.checkpoint.dir).empty(), ExitCode::kUsage,
+                 Fix("set log.dir and checkpoint.dir to new folders, or remove the old checkpoints"),
+                 "checkpoint.resume is false, but {} holds checkpoints of an earlier run", config_.checkpoint.dir);
   }
   if (config_.model.init_from.empty()) {
     store_->initialize(config_.train.seed);
@@ -231,8 +217,7 @@ void PretrainLoop::initialize_from(const std::string& path) {
   if (is_checkpoint_path(path)) {
     const Checkpoint checkpoint = open_checkpoint(path, logger_);
     check_same_model(checkpoint.config(), config);
-    check_same_tokenizer(path, checkpoint.state().tokenizer_hash, "data.train",
-                         loader_->tokenizer_hash());
+    check_same_tokenizer(path, checkpoint.state().tokenizer_hash, "data.train", loader_->tokenizer_hash());
     checkpoint.load_weights(all_hub_tensors(*model_), model_->shape().tied_embeddings, ranges);
   } else {
     check_same_model(Json::read_file(path + "/config.json"), config);
@@ -264,15 +249,13 @@ void PretrainLoop::with_step(int64_t step, Body body) {
     throw;
   } catch (const c10::OutOfMemoryError& error) {
     const int64_t fixed = store_->elements();
-    Error ours(
-        ExitCode::kDeviceFault,
-        fmt::format("out of memory on {}: {}, activations of {} tokens in {} layers the rest; {}",
-                    device_.str(), memory_breakdown(store_->options(), fixed),
-                    config_.train.micro_batch * config_.data.seq_len, model_->shape().layers,
-                    error.what_without_backtrace()),
-        Fix("lower train.micro_batch or data.seq_len, set train.recompute = \"layer\" or "
-            "optimizer.state_dtype = \"bf16\""),
-        __FILE__, __LINE__);
+    Error ours(ExitCode::kDeviceFault,
+               fmt::format("out of memory on {}: {}, activations of {} tokens in {} layers the rest; {}", device_.str(),
+                           memory_breakdown(store_->options(), fixed), config_.train.micro_batch * config_.data.seq_len,
+                           model_->shape().layers, error.what_without_backtrace()),
+               Fix("lower train.micro_batch or data.seq_len, set train.recompute = \"layer\" or "
+                   "optimizer.state_dtype = \"bf16\""),
+               __FILE__, __LINE__);
     throw ours.add_who(fmt::format("step {}", step));
   }
 }
@@ -301,8 +284,7 @@ int64_t PretrainLoop::run(StopSignal& stop) {
     with_step(step, [&] {
       const bool last = step == config_.train.steps;
       const auto due = [&](int64_t every) { return every > 0 && step % every == 0; };
-      if (device_.is_cpu() || last || due(config_.data.validate_every) ||
-          due(config_.checkpoint.every)) {
+      if (device_.is_cpu() || last || due(config_.data.validate_every) || due(config_.checkpoint.every)) {
         settle();
       }
       if (!validation_.empty() && (last || due(config_.data.validate_every))) validate(step);
@@ -336,17 +318,14 @@ PretrainLoop::PendingStep PretrainLoop::launch_step(int64_t step) {
   if (targets == 0) logger_.warn(fmt::format("step {}: no target in the whole batch", step));
   const double gradient_scale = targets > 0 ? 1.0 / static_cast<double>(targets) : 0.0;
 
-  const at::Tensor loss_sum =
-      at::zeros({1}, at::TensorOptions().device(device_).dtype(at::kDouble));
-  tracker_->begin_step(
-      {sequences * config_.data.seq_len, sequences, static_cast<int64_t>(batches.size())});
+  const at::Tensor loss_sum = at::zeros({1}, at::TensorOptions().device(device_).dtype(at::kDouble));
+  tracker_->begin_step({sequences * config_.data.seq_len, sequences, static_cast<int64_t>(batches.size())});
   for (size_t i = 0; i < batches.size(); ++i) {
     const SequenceBatch& batch = batches[i];
     try {
-      executor_->train(
-          make_micro_batch(batch.tokens, batch.targets, batch.document_start, batch.sequences,
-                           batch.seq_len, config_.data.mask_documents, device_),
-          gradient_scale, loss_sum);
+      executor_->train(make_micro_batch(batch.tokens, batch.targets, batch.document_start, batch.sequences,
+                                        batch.seq_len, config_.data.mask_documents, device_),
+                       gradient_scale, loss_sum);
     } catch (Error& error) {
       error.add_who(fmt::format("micro-batch {}", i));
       throw;
@@ -357,9 +336,8 @@ PretrainLoop::PendingStep PretrainLoop::launch_step(int64_t step) {
   optimizer_->step(rate, step, loss_sum);
   step_ = step;
   consumed_sequences_ += sequences;
-  const at::Tensor numbers =
-      at::cat({loss_sum, optimizer_->grad_norm(), tracker_->losses().to(at::kDouble),
-               tracker_->load_max_over_mean().to(at::kDouble)});
+  const at::Tensor numbers = at::cat({loss_sum, optimizer_->grad_norm(), tracker_->losses().to(at::kDouble),
+                                      tracker_->load_max_over_mean().to(at::kDouble)});
   return {step, targets, rate, DeferredValues(numbers)};
 }
 
@@ -378,8 +356,7 @@ void PretrainLoop::report(PendingStep pending) {
   metrics.tokens = config_.train.global_batch * config_.data.seq_len;
   metrics.step_seconds = std::chrono::duration<double>(now - last_report_).count();
   metrics.tokens_per_second = metrics.tokens / metrics.step_seconds;
-  metrics.tflops_per_gpu =
-      3e-12 * model_->forward_flops_per_token(config_.data.seq_len) * metrics.tokens_per_second;
+  metrics.tflops_per_gpu = 3e-12 * model_->forward_flops_per_token(config_.data.seq_len) * metrics.tokens_per_second;
   metrics.mfu = device_.is_cuda() ? metrics.tflops_per_gpu / kHopperPeakTflops : std::nan("");
   metrics.peak_memory_bytes = peak_memory_bytes(device_);
   last_report_ = now;
@@ -399,8 +376,8 @@ void PretrainLoop::check_finite(int64_t step, double loss, double grad_norm) {
                "step {}: loss {} and gradient norm {} must be finite ({} such steps, "
                "train.skip_nonfinite = {})",
                step, loss, grad_norm, skipped_steps_, config_.train.skip_nonfinite);
-  logger_.warn(fmt::format("step {}: loss {}, gradient norm {}: update skipped ({} of {})", step,
-                           loss, grad_norm, skipped_steps_, config_.train.skip_nonfinite));
+  logger_.warn(fmt::format("step {}: loss {}, gradient norm {}: update skipped ({} of {})", step, loss, grad_norm,
+                           skipped_steps_, config_.train.skip_nonfinite));
 }
 
 void PretrainLoop::validate(int64_t step) {
@@ -425,8 +402,7 @@ void PretrainLoop::save(int64_t step) {
   CheckpointContent content;
   content.state = trainer_state();
   content.ranges = store_->owned_ranges();
-  content.router_state = {{"previous_counts", tracker_->previous_counts().cpu()},
-                          {"bias", tracker_->bias().cpu()}};
+  content.router_state = {{"previous_counts", tracker_->previous_counts().cpu()}, {"bias", tracker_->bias().cpu()}};
   content.side_files = tokenizer_files_;
   content.side_files.push_back({"config.json", model_config_text_});
   content.side_files.push_back({"run.toml", to_toml(config_)});

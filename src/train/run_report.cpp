@@ -91,18 +91,15 @@ std::string svg(const std::vector<Point>& points, bool from_zero) {
   std::string body;
   const double y_step = nice_step(y_high - y_low, 5);
   for (double i = std::ceil(y_low / y_step); i * y_step <= y_high; ++i) {
-    body += fmt::format(
-        R"(<line x1="{0}" x2="{1}" y1="{2:.1f}" y2="{2:.1f}"/><text x="4" y="{2:.1f}">{3:.6g}</text>)",
-        kLeft, kWidth, sy(i * y_step), i * y_step);
+    body += fmt::format(R"(<line x1="{0}" x2="{1}" y1="{2:.1f}" y2="{2:.1f}"/><text x="4" y="{2:.1f}">{3:.6g}</text>)",
+                        kLeft, kWidth, sy(i * y_step), i * y_step);
   }
-  body += fmt::format(R"(<text x="{}" y="{}" text-anchor="end">step {:.0f}</text>)", kWidth,
-                      kHeight - 6, x_high);
+  body += fmt::format(R"(<text x="{}" y="{}" text-anchor="end">step {:.0f}</text>)", kWidth, kHeight - 6, x_high);
   std::string line;
   for (const Point& point : thinned(points)) {
     line += fmt::format("{:.1f},{:.1f} ", sx(point.x), sy(point.y));
   }
-  return fmt::format(R"(<svg viewBox="0 0 {} {}">{}<polyline points="{}"/></svg>)", kWidth, kHeight,
-                     body, line);
+  return fmt::format(R"(<svg viewBox="0 0 {} {}">{}<polyline points="{}"/></svg>)", kWidth, kHeight, body, line);
 }
 
 std::string tile(const std::string& name, double value, int digits) {
@@ -113,10 +110,9 @@ std::string tile(const std::string& name, double value, int digits) {
 std::vector<Json> read_lines(const std::string& path) {
   const std::string text = read_text_file(path, ExitCode::kUsage);
   std::vector<Json> lines;
-  for (size_t start = 0, end; (end = text.find('\n', start)) != std::string::npos;
-       start = end + 1) {
-    lines.push_back(Json::parse(std::string_view(text).substr(start, end - start),
-                                fmt::format("{}:{}", path, lines.size() + 1)));
+  for (size_t start = 0, end; (end = text.find('\n', start)) != std::string::npos; start = end + 1) {
+    lines.push_back(
+        Json::parse(std::string_view(text).substr(start, end - start), fmt::format("{}:{}", path, lines.size() + 1)));
   }
   return lines;
 }
@@ -131,17 +127,14 @@ std::vector<Point> points_of(const std::vector<Json>& lines, const char* metric,
   return points;
 }
 
-double last_value(const std::vector<Point>& points) {
-  return points.empty() ? kNan : points.back().y;
-}
+double last_value(const std::vector<Point>& points) { return points.empty() ? kNan : points.back().y; }
 
 }  // namespace
 
 RunSummary write_run_report(const std::string& dir) {
   const std::string metrics = dir + "/metrics.jsonl";
   MARROW_CHECK(std::filesystem::is_regular_file(metrics), ExitCode::kUsage,
-               Fix("give the folder of a run: [log] dir, by default runs/NAME"),
-               "{} does not exist", metrics);
+               Fix("give the folder of a run: [log] dir, by default runs/NAME"), "{} does not exist", metrics);
   const std::vector<Json> lines = read_lines(metrics);
   RunSummary summary{dir + "/report.html", 0, last_value(points_of(lines, "loss")),
                      last_value(points_of(lines, "validation_loss"))};
@@ -151,14 +144,12 @@ RunSummary write_run_report(const std::string& dir) {
     tokens += line.double_or("tokens", 0);
     seconds += line.double_or("step_seconds", 0);
   }
-  std::string body =
-      "<div class=\"grid tiles\">" + tile("steps", static_cast<double>(summary.steps), 0) +
-      tile("training loss, last step", summary.loss, 4) +
-      tile("validation loss, last", summary.validation_loss, 4) +
-      tile("million tokens", tokens / 1e6, 2) +
-      tile("tokens per second, mean", tokens / seconds, 0) +
-      tile("peak memory, GB", last_value(points_of(lines, "peak_memory_bytes", 1e-9)), 2) +
-      "</div>\n<div class=\"grid charts\">\n";
+  std::string body = "<div class=\"grid tiles\">" + tile("steps", static_cast<double>(summary.steps), 0) +
+                     tile("training loss, last step", summary.loss, 4) +
+                     tile("validation loss, last", summary.validation_loss, 4) +
+                     tile("million tokens", tokens / 1e6, 2) + tile("tokens per second, mean", tokens / seconds, 0) +
+                     tile("peak memory, GB", last_value(points_of(lines, "peak_memory_bytes", 1e-9)), 2) +
+                     "</div>\n<div class=\"grid charts\">\n";
   for (const Chart& chart : kCharts) {
     body += fmt::format("<div class=\"card\"><h2>{}</h2>{}</div>\n", chart.title,
                         svg(points_of(lines, chart.metric, chart.scale), chart.from_zero));
@@ -166,14 +157,13 @@ RunSummary write_run_report(const std::string& dir) {
   body += "</div>\n";
   const std::string config = dir + "/run.toml";
   if (std::filesystem::exists(config)) {
-    body += "<details><summary>run.toml, resolved</summary><pre>" +
-            escaped(read_text_file(config)) + "</pre></details>\n";
+    body +=
+        "<details><summary>run.toml, resolved</summary><pre>" + escaped(read_text_file(config)) + "</pre></details>\n";
   }
-  write_text_file_atomically(summary.path,
-                             fmt::format("<!doctype html><html lang=\"en\"><meta charset=\"utf-8\">"
-                                         "<title>{0}</title><style>{1}</style>\n<h1>{0}</h1>"
-                                         "<p>from metrics.jsonl; x is the step</p>\n{2}</html>\n",
-                                         escaped(dir), kStyle, body));
+  write_text_file_atomically(summary.path, fmt::format("<!doctype html><html lang=\"en\"><meta charset=\"utf-8\">"
+                                                       "<title>{0}</title><style>{1}</style>\n<h1>{0}</h1>"
+                                                       "<p>from metrics.jsonl; x is the step</p>\n{2}</html>\n",
+                                                       escaped(dir), kStyle, body));
   return summary;
 }
 

@@ -14,8 +14,6 @@ StepTrace::StepTrace(at::Device device, bool memory) {
   torch::autograd::profiler::enableProfiler(config, activities);
 }
 
-void StepTrace::save(const std::string& path) {
-  torch::autograd::profiler::disableProfiler()->save(path);
-}
+void StepTrace::save(const std::string& path) { torch::autograd::profiler::disableProfiler()->save(path); }
 
 }  // namespace marrow

@@ -23,9 +23,7 @@ std::string varint(uint64_t value) {
   for (; value >= 0x80; value >>= 7) out += static_cast<char>(value | 0x80);
   return out + static_cast<char>(value);
 }
-std::string varint_field(uint64_t field, uint64_t value) {
-  return varint(field << 3) + varint(value);
-}
+std::string varint_field(uint64_t field, uint64_t value) { return varint(field << 3) + varint(value); }
 std::string double_field(uint64_t field, double value) {
   return varint(field << 3 | 1) + little_endian(std::bit_cast<uint64_t>(value), 8);
 }
@@ -52,11 +50,10 @@ std::string new_event_file(const std::string& dir) {
   std::filesystem::create_directories(dir);
   char host[256] = "localhost";
   gethostname(host, sizeof host - 1);
-  const auto now = std::chrono::duration_cast<std::chrono::milliseconds>(
-                       std::chrono::system_clock::now().time_since_epoch())
-                       .count();
-  return fmt::format("{}/events.out.tfevents.{}.{:03}.{}.{}", dir, now / 1000, now % 1000, host,
-                     getpid());
+  const auto now =
+      std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::system_clock::now().time_since_epoch())
+          .count();
+  return fmt::format("{}/events.out.tfevents.{}.{:03}.{}.{}", dir, now / 1000, now % 1000, host, getpid());
 }
 
 }  // namespace
@@ -75,8 +72,7 @@ uint32_t crc32c(std::string_view bytes) {
   return ~crc;
 }
 
-TensorboardWriter::TensorboardWriter(const std::string& dir, int64_t resumed_step)
-    : file_(new_event_file(dir)) {
+TensorboardWriter::TensorboardWriter(const std::string& dir, int64_t resumed_step) : file_(new_event_file(dir)) {
   append_record(event_head(0) + bytes_field(3, "brain.Event:2"));
   // session_log's status 1: START
   append_record(event_head(resumed_step + 1) + bytes_field(7, varint_field(1, 1)));

@@ -9,8 +9,7 @@ namespace {
 
 MicroBatch cached_batch(std::span<const int32_t> tokens, KeyValueCache& cache, at::Device device) {
   const std::vector<int32_t> unused(tokens.size(), 0);
-  MicroBatch batch = make_micro_batch(tokens, unused, unused, 1,
-                                      static_cast<int64_t>(tokens.size()), false, device);
+  MicroBatch batch = make_micro_batch(tokens, unused, unused, 1, static_cast<int64_t>(tokens.size()), false, device);
   batch.context.positions.add_(cache.length());
   batch.context.cache = &cache;
   return batch;
@@ -22,8 +21,7 @@ int32_t choose_token(at::Tensor logits, const GenerationOptions& options, std::m
     logits = logits.narrow(0, 0, options.token_limit);
   }
   if (options.temperature <= 0.0) return static_cast<int32_t>(logits.argmax().item<int64_t>());
-  const at::Tensor probabilities =
-      at::softmax(logits.to(at::kDouble) / options.temperature, 0).cpu();
+  const at::Tensor probabilities = at::softmax(logits.to(at::kDouble) / options.temperature, 0).cpu();
   const double* p = probabilities.data_ptr<double>();
   std::discrete_distribution<int32_t> pick(p, p + probabilities.numel());
   return pick(random);
@@ -32,15 +30,13 @@ int32_t choose_token(at::Tensor logits, const GenerationOptions& options, std::m
 }  // namespace
 
 std::vector<int32_t> generate_tokens(Executor& executor, const MoeModel& model, at::Device device,
-                                     std::vector<int32_t> prompt,
-                                     const GenerationOptions& options) {
+                                     std::vector<int32_t> prompt, const GenerationOptions& options) {
   MARROW_CHECK(!prompt.empty(), ExitCode::kUsage, Fix("give a prompt of at least one token"),
                "the prompt has no tokens");
   const int64_t prompt_size = static_cast<int64_t>(prompt.size());
   const int64_t room = model.shape().max_position - prompt_size;
   MARROW_CHECK(room > 0, ExitCode::kUsage, Fix("shorten the prompt"),
-               "the prompt's {} tokens fill the model's {} positions", prompt_size,
-               model.shape().max_position);
+               "the prompt's {} tokens fill the model's {} positions", prompt_size, model.shape().max_position);
   const int64_t wanted = std::min(options.max_tokens, room);
   KeyValueCache cache(model.shape().layers, prompt_size + wanted);
   std::mt19937_64 random(static_cast<uint64_t>(options.seed));

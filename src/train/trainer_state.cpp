@@ -10,8 +10,7 @@ void check_equal(std::string_view key, const std::string& saved, const std::stri
                Fix(fmt::format("set {} back to {}, or start a run of its own with another "
                                "checkpoint.dir",
                                key, saved)),
-               "cannot resume: {} is {}, but the checkpoint was saved with {}", key, current,
-               saved);
+               "cannot resume: {} is {}, but the checkpoint was saved with {}", key, current, saved);
 }
 
 // The value of a field as text; "" where it is absent. The Hub's two styles name some differently.
@@ -82,8 +81,8 @@ TrainerState parse_trainer_state(const Json& json) {
   return state;
 }
 
-void check_resumable(const TrainerState& saved, const Json& saved_config,
-                     const TrainerState& current, const Json& current_config) {
+void check_resumable(const TrainerState& saved, const Json& saved_config, const TrainerState& current,
+                     const Json& current_config) {
   const auto check = [](const char* key, const auto& before, const auto& now) {
     check_equal(key, fmt::format("{}", before), fmt::format("{}", now));
   };

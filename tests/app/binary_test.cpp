@@ -25,17 +25,15 @@ class BinaryTest : public testing::Test {
   void SetUp() override {
     binary_ = (std::filesystem::read_symlink("/proc/self/exe").parent_path() / "marrow").string();
     ASSERT_TRUE(std::filesystem::exists(binary_)) << "build the target marrow first";
-    dir_ = (std::filesystem::temp_directory_path() / fmt::format("marrow-binary-{}", getpid()))
-               .string();
+    dir_ = (std::filesystem::temp_directory_path() / fmt::format("marrow-binary-{}", getpid())).string();
     std::filesystem::create_directories(dir_);
   }
   void TearDown() override { std::filesystem::remove_all(dir_); }
 
   // Runs `marrow WORDS` in a shell, without the OpenMP variables that the tests run under.
   Outcome run(const std::string& words, const std::string& environment = "") const {
-    const std::string command =
-        fmt::format("cd {0} && env -u OMP_WAIT_POLICY -u GOMP_SPINCOUNT {1} {2} {3} >out 2>err",
-                    dir_, environment, binary_, words);
+    const std::string command = fmt::format("cd {0} && env -u OMP_WAIT_POLICY -u GOMP_SPINCOUNT {1} {2} {3} >out 2>err",
+                                            dir_, environment, binary_, words);
     const int status = std::system(command.c_str());
     return {WEXITSTATUS(status), read_text_file(dir_ + "/out"), read_text_file(dir_ + "/err")};
   }
@@ -61,8 +59,8 @@ TEST_F(BinaryTest, DoctorEndsWithAVerdict) {
 }
 
 TEST_F(BinaryTest, EverySubcommandHasHelpWithAnExample) {
-  for (const char* name : {"tokenize", "pretrain", "eval", "generate", "export", "import",
-                           "inspect", "report", "doctor"}) {
+  for (const char* name :
+       {"tokenize", "pretrain", "eval", "generate", "export", "import", "inspect", "report", "doctor"}) {
     const Outcome help = run(fmt::format("{} --help", name));
     EXPECT_EQ(help.code, 0) << name;
     EXPECT_NE(help.out.find(fmt::format("example:\n  marrow {}", name)), std::string::npos) << name;
@@ -71,8 +69,8 @@ TEST_F(BinaryTest, EverySubcommandHasHelpWithAnExample) {
 }
 
 TEST_F(BinaryTest, UsageFaultsExitWith2OnStandardError) {
-  for (const char* words : {"", "pretrian x.toml", "pretrain", "doctor extra", "doctor --jsn",
-                            "inspect nowhere", "report nowhere", "pretrain nowhere.toml"}) {
+  for (const char* words : {"", "pretrian x.toml", "pretrain", "doctor extra", "doctor --jsn", "inspect nowhere",
+                            "report nowhere", "pretrain nowhere.toml"}) {
     const Outcome outcome = run(words);
     EXPECT_EQ(outcome.code, 2) << words;
     EXPECT_EQ(outcome.out, "") << words;

@@ -11,19 +11,12 @@ Subcommand sample() {
   return {.name = "sample",
           .summary = "what it does",
           .positionals = {"RUN.toml"},
-          .options = {{.name = "output",
-                       .takes = Takes::kOne,
-                       .value = "PATH",
-                       .help = "where to",
-                       .required = true},
+          .options = {{.name = "output", .takes = Takes::kOne, .value = "PATH", .help = "where to", .required = true},
                       {.name = "workers", .takes = Takes::kOne, .value = "N", .fallback = "4"},
                       {.name = "rate", .takes = Takes::kOne, .value = "R", .fallback = "0.5"},
                       {.name = "set", .takes = Takes::kRepeated, .value = "KEY=VALUE"},
                       {.name = "input", .takes = Takes::kMany, .value = "PATH"},
-                      {.name = "on-error",
-                       .takes = Takes::kOne,
-                       .fallback = "stop",
-                       .choices = {"skip", "stop"}},
+                      {.name = "on-error", .takes = Takes::kOne, .fallback = "stop", .choices = {"skip", "stop"}},
                       {.name = "overwrite"},
                       {.name = "help-config", .alone = true}},
           .example = "marrow sample run.toml --output x\nmarrow sample --help-config"};
@@ -31,8 +24,8 @@ Subcommand sample() {
 
 TEST(CommandLine, ReadsEveryForm) {
   const Subcommand command = sample();
-  const CommandLine args(command, {"run.toml", "--output=a=b", "--set", "x=1", "--workers", "-2",
-                                   "--set=y=2", "--overwrite", "--json", "--input", "p", "q"});
+  const CommandLine args(command, {"run.toml", "--output=a=b", "--set", "x=1", "--workers", "-2", "--set=y=2",
+                                   "--overwrite", "--json", "--input", "p", "q"});
   EXPECT_EQ(args.positional(), "run.toml");
   EXPECT_EQ(args.text("output"), "a=b");
   EXPECT_EQ(args.integer("workers", -5), -2);
@@ -99,9 +92,9 @@ TEST(CommandLine, NumbersAreCheckedWhole) {
 
 TEST(CommandLine, HelpShowsUsageDefaultsAndExample) {
   const std::string text = help_text(sample());
-  for (const char* part : {"usage: marrow sample RUN.toml --output PATH", "(default: 4)",
-                           "[--set KEY=VALUE][...]", "--input PATH...", "--on-error skip|stop",
-                           "--json", "example:\n  marrow sample run.toml --output x\n"}) {
+  for (const char* part :
+       {"usage: marrow sample RUN.toml --output PATH", "(default: 4)", "[--set KEY=VALUE][...]", "--input PATH...",
+        "--on-error skip|stop", "--json", "example:\n  marrow sample run.toml --output x\n"}) {
     EXPECT_NE(text.find(part), std::string::npos) << part << "\n" << text;
   }
 }

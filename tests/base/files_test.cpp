@@ -12,8 +12,7 @@ namespace fs = std::filesystem;
 
 class FilesTest : public ::testing::Test {
  protected:
-  FilesTest()
-      : folder_((fs::temp_directory_path() / fmt::format("marrow-files-{}", getpid())).string()) {
+  FilesTest() : folder_((fs::temp_directory_path() / fmt::format("marrow-files-{}", getpid())).string()) {
     fs::create_directories(folder_);
   }
   ~FilesTest() override { fs::remove_all(folder_); }

@@ -12,8 +12,7 @@ namespace {
 class BatchLoaderTest : public CorpusFolder {
  protected:
   // Documents of the given lengths; the tokens count up from 0 over the whole corpus.
-  std::string counting(const std::string& name, const std::vector<int32_t>& lengths,
-                       int64_t vocab_size = 100000) {
+  std::string counting(const std::string& name, const std::vector<int32_t>& lengths, int64_t vocab_size = 100000) {
     std::vector<std::vector<int32_t>> documents;
     int32_t next = 0;
     for (const int32_t length : lengths) {
@@ -78,9 +77,7 @@ TEST_F(BatchLoaderTest, TargetsPerDocument) {
   auto wanted = options({{counting("c", {11, 101, 1})}}, 112);
   wanted.mask_documents = true;
   const SequenceBatch batch = BatchLoader(wanted).load(0, 1);
-  EXPECT_EQ(std::count_if(batch.targets.begin(), batch.targets.end(),
-                          [](int32_t target) { return target >= 0; }),
-            110);
+  EXPECT_EQ(std::count_if(batch.targets.begin(), batch.targets.end(), [](int32_t target) { return target >= 0; }), 110);
   EXPECT_EQ(batch.targets[10], -1);
   EXPECT_EQ(batch.targets[111], -1);
 }
@@ -118,8 +115,7 @@ TEST_F(BatchLoaderTest, EpochsPermuteAnewAndAnySplitGivesTheSameOrder) {
 TEST_F(BatchLoaderTest, BlendsCountAndWrap) {
   const std::string one = counting("node1/one", {81}), two = counting("node1/two", {81});
   const BatchLoader loader(options({{one, 0.999}, {two, 0.001}}, 8));
-  const BatchLoader elsewhere(
-      options({{counting("node2/one", {81}), 0.999}, {counting("node2/two", {81}), 0.001}}, 8));
+  const BatchLoader elsewhere(options({{counting("node2/one", {81}), 0.999}, {counting("node2/two", {81}), 0.001}}, 8));
   EXPECT_EQ(loader.load(0, 10000).tokens, elsewhere.load(0, 10000).tokens);
   EXPECT_EQ(loader.fingerprint(), elsewhere.fingerprint());
   EXPECT_EQ(loader.samples_per_epoch(0), 10);
@@ -191,8 +187,7 @@ TEST_F(BatchLoaderTest, ForeignCorporaWarnAndEveryIdIsChecked) {
   expect_contains(loader.warnings()[0], {prefix});
   EXPECT_EQ(loader.tokenizer_hash(), "");
   // The bad id is the last target of the first window already.
-  expect_contains(error_of([&] { loader.load(0, 1); }).what,
-                  {prefix, "token 4", "id 100", "vocab_size is 100"});
+  expect_contains(error_of([&] { loader.load(0, 1); }).what, {prefix, "token 4", "id 100", "vocab_size is 100"});
   wanted.vocab_size = 101;
   EXPECT_EQ(BatchLoader(wanted).load(0, 1).targets, (Ids{2, 3, 4, 100}));
 }

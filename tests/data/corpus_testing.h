@@ -20,8 +20,8 @@ class CorpusFolder : public testing::Test {
  protected:
   void SetUp() override {
     const auto* info = testing::UnitTest::GetInstance()->current_test_info();
-    folder_ = testing::TempDir() + "marrow_" + std::to_string(getpid()) + "_" +
-              info->test_suite_name() + "_" + info->name();
+    folder_ =
+        testing::TempDir() + "marrow_" + std::to_string(getpid()) + "_" + info->test_suite_name() + "_" + info->name();
     std::filesystem::create_directories(folder_);
   }
   void TearDown() override { std::filesystem::remove_all(folder_); }

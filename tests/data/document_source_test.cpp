@@ -31,8 +31,7 @@ std::string gzip(const std::string& text) {
 class DocumentSourceTest : public CorpusFolder {
  protected:
   // All documents ("text") and faults ("file:line kind") of the inputs, in order.
-  std::vector<std::string> read(const std::vector<std::string>& inputs,
-                                const DocumentSource::Limits& limits = {}) {
+  std::vector<std::string> read(const std::vector<std::string>& inputs, const DocumentSource::Limits& limits = {}) {
     DocumentSource source(inputs, limits);
     std::vector<std::string> out;
     InputBlock block;
@@ -96,11 +95,10 @@ TEST_F(DocumentSourceTest, EveryFaultOfALineIsLocated) {
         "{\"text\":\"\\ud83d\"}\n"
         "{\"text\":\"\\ud83d\\ude00\"}\n"
         "{\"text\":3}");
-  EXPECT_EQ(
-      read({path("bad.jsonl")}),
-      (Lines{"ok", "<bad.jsonl:2 not JSON>", "<bad.jsonl:3 missing field>",
-             "<bad.jsonl:5 empty document>", "<bad.jsonl:6 invalid UTF-8>",
-             "<bad.jsonl:7 invalid UTF-8>", "\xF0\x9F\x98\x80", "<bad.jsonl:9 missing field>"}));
+  EXPECT_EQ(read({path("bad.jsonl")}),
+            (Lines{"ok", "<bad.jsonl:2 not JSON>", "<bad.jsonl:3 missing field>", "<bad.jsonl:5 empty document>",
+                   "<bad.jsonl:6 invalid UTF-8>", "<bad.jsonl:7 invalid UTF-8>", "\xF0\x9F\x98\x80",
+                   "<bad.jsonl:9 missing field>"}));
 }
 
 TEST_F(DocumentSourceTest, FaultsOfTextFiles) {
@@ -178,12 +176,10 @@ TEST_F(DocumentSourceTest, TruncatedAndCorruptFilesKeepWhatPrecedes) {
 TEST_F(DocumentSourceTest, AnEndlessLineCostsNoMemory) {
   const DocumentSource::Limits limits{.block_bytes = 4096, .document_bytes = 20000};
   std::string text = "{\"text\":\"first\"}\n{\"text\":\"" + std::string(50000000, 'x') +
-                     "\"}\n{\"text\":\"third\"}\n{\"text\":\"" + std::string(15000, 'y') +
-                     "\"}\nbad\n";
+                     "\"}\n{\"text\":\"third\"}\n{\"text\":\"" + std::string(15000, 'y') + "\"}\nbad\n";
   write("long.jsonl.zst", zstd(text));
-  EXPECT_EQ(read({path("long.jsonl.zst")}, limits),
-            (Lines{"first", "<long.jsonl.zst:2 too long>", "third", std::string(15000, 'y'),
-                   "<long.jsonl.zst:5 not JSON>"}));
+  EXPECT_EQ(read({path("long.jsonl.zst")}, limits), (Lines{"first", "<long.jsonl.zst:2 too long>", "third",
+                                                           std::string(15000, 'y'), "<long.jsonl.zst:5 not JSON>"}));
   EXPECT_LT(largest_block_, 100000u);
   // Nor does one without an end, or a huge text file.
   write("end.jsonl.zst", zstd("{\"text\":\"first\"}\n" + std::string(30000000, 'x')));

@@ -18,8 +18,7 @@ std::vector<int32_t> read_all(const IndexedCorpus& corpus, int64_t vocab_size) {
 
 int run_oracle(const std::string& arguments) {
   const std::string root = MARROW_SOURCE_DIR;
-  return std::system(
-      (root + "/.venv/bin/python " + root + "/tests/oracle/corpus_format.py " + arguments).c_str());
+  return std::system((root + "/.venv/bin/python " + root + "/tests/oracle/corpus_format.py " + arguments).c_str());
 }
 
 template <class T>
@@ -121,63 +120,37 @@ TEST_F(IndexedCorpusTest, EveryContradictionIsRefused) {
     std::vector<std::string> expected;
   };
   const Damage damages[] = {
-      {"magic",
-       [](const std::string& p) { put<char>(p + ".idx", 0, 'X'); },
-       {"XMIDIDX", "MMIDIDX"}},
+      {"magic", [](const std::string& p) { put<char>(p + ".idx", 0, 'X'); }, {"XMIDIDX", "MMIDIDX"}},
       {"version", [](const std::string& p) { put<uint64_t>(p + ".idx", 9, 2); }, {"version 2"}},
       {"dtype", [](const std::string& p) { put<uint8_t>(p + ".idx", 17, 7); }, {"dtype code 7"}},
-      {"width",
-       [](const std::string& p) { put<uint8_t>(p + ".idx", 17, 4); },
-       {"byte 4", "end at 8"}},
-      {"sequences",
-       [](const std::string& p) { put<uint64_t>(p + ".idx", 18, 4); },
-       {"4 sequences", "102 bytes"}},
-      {"huge count",
-       [](const std::string& p) { put<uint64_t>(p + ".idx", 18, UINT64_MAX / 2); },
-       {"102 bytes"}},
-      {"indices",
-       [](const std::string& p) { put<uint64_t>(p + ".idx", 26, 0); },
-       {"0 document indices"}},
-      {"negative length",
-       [](const std::string& p) { put<int32_t>(p + ".idx", 34, -2); },
-       {"sequence 0", "length -2"}},
-      {"length",
-       [](const std::string& p) { put<int32_t>(p + ".idx", 34, 3); },
-       {"sequence 1", "byte 4", "6"}},
+      {"width", [](const std::string& p) { put<uint8_t>(p + ".idx", 17, 4); }, {"byte 4", "end at 8"}},
+      {"sequences", [](const std::string& p) { put<uint64_t>(p + ".idx", 18, 4); }, {"4 sequences", "102 bytes"}},
+      {"huge count", [](const std::string& p) { put<uint64_t>(p + ".idx", 18, UINT64_MAX / 2); }, {"102 bytes"}},
+      {"indices", [](const std::string& p) { put<uint64_t>(p + ".idx", 26, 0); }, {"0 document indices"}},
+      {"negative length", [](const std::string& p) { put<int32_t>(p + ".idx", 34, -2); }, {"sequence 0", "length -2"}},
+      {"length", [](const std::string& p) { put<int32_t>(p + ".idx", 34, 3); }, {"sequence 1", "byte 4", "6"}},
       {"long length",
        [](const std::string& p) { put<int32_t>(p + ".idx", 42, INT32_MAX); },
        {"sequence 2", "12 bytes"}},
       {"short length", [](const std::string& p) { put<int32_t>(p + ".idx", 42, 0); }, {"12"}},
-      {"pointer",
-       [](const std::string& p) { put<int64_t>(p + ".idx", 54, -4); },
-       {"sequence 1", "-4"}},
+      {"pointer", [](const std::string& p) { put<int64_t>(p + ".idx", 54, -4); }, {"sequence 1", "-4"}},
       {"first document",
        [](const std::string& p) { put<int64_t>(p + ".idx", 70, 1); },
        {"document index 0 is 1", "expected 0"}},
       {"document order",
        [](const std::string& p) { put<int64_t>(p + ".idx", 78, 3); },
        {"document index 2 is 2", "3 to 3"}},
-      {"document range",
-       [](const std::string& p) { put<int64_t>(p + ".idx", 78, INT64_MAX); },
-       {"document index 1"}},
+      {"document range", [](const std::string& p) { put<int64_t>(p + ".idx", 78, INT64_MAX); }, {"document index 1"}},
       {"last document",
        [](const std::string& p) { put<int64_t>(p + ".idx", 94, 2); },
        {"document index 3 is 2", "expected 3"}},
-      {"cut index",
-       [](const std::string& p) { OutputFile(p + ".idx", true).truncate_to(101); },
-       {"101 bytes"}},
-      {"cut header",
-       [](const std::string& p) { OutputFile(p + ".idx", true).truncate_to(20); },
-       {"20 bytes", "34"}},
+      {"cut index", [](const std::string& p) { OutputFile(p + ".idx", true).truncate_to(101); }, {"101 bytes"}},
+      {"cut header", [](const std::string& p) { OutputFile(p + ".idx", true).truncate_to(20); }, {"20 bytes", "34"}},
       {"cut tokens",
        [](const std::string& p) { OutputFile(p + ".bin", true).truncate_to(11); },
        {"byte 12", "11 bytes"}},
-      {"empty tokens",
-       [](const std::string& p) { OutputFile(p + ".bin", true).truncate_to(0); },
-       {"0 bytes"}},
-      {"more tokens",
-       [](const std::string& p) { OutputFile(p + ".bin", true).truncate_to(14); },
-       {"12 bytes", "14"}},
+      {"empty tokens", [](const std::string& p) { OutputFile(p + ".bin", true).truncate_to(0); }, {"0 bytes"}},
+      {"more tokens", [](const std::string& p) { OutputFile(p + ".bin", true).truncate_to(14); }, {"12 bytes", "14"}},
   };
   for (const Damage& damage : damages) {
     const std::string prefix = corpus("c", {{1, 2}, {3}, {4, 5, 6}});
@@ -279,14 +252,9 @@ TEST_F(IndexedCorpusTest, NumpyReadsOurs) {
 }
 
 TEST_F(IndexedCorpusTest, WeReadNumpys) {
-  for (const auto& [dtype, code] : {std::pair{"uint8", 1},
-                                    {"int8", 2},
-                                    {"int16", 3},
-                                    {"int32", 4},
-                                    {"int64", 5},
-                                    {"uint16", 8}}) {
-    ASSERT_EQ(run_oracle("write " + path(dtype) + " '[[[1,2],[3]],[[]],[[100,5],[6]]]' " + dtype),
-              0);
+  for (const auto& [dtype, code] :
+       {std::pair{"uint8", 1}, {"int8", 2}, {"int16", 3}, {"int32", 4}, {"int64", 5}, {"uint16", 8}}) {
+    ASSERT_EQ(run_oracle("write " + path(dtype) + " '[[[1,2],[3]],[[]],[[100,5],[6]]]' " + dtype), 0);
     const IndexedCorpus corpus(path(dtype));
     EXPECT_EQ(corpus.dtype_code(), code);
     EXPECT_EQ(read_all(corpus, 101), (std::vector<int32_t>{1, 2, 3, 100, 5, 6})) << dtype;

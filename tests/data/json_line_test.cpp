@@ -27,8 +27,7 @@ TEST(Utf8, EveryTwoByteAndManyLongerSequences) {
   for (unsigned a = 0; a < 256; ++a) {
     for (unsigned b = 0; b < 256; ++b) {
       const std::string two{static_cast<char>(a), static_cast<char>(b)};
-      const bool valid =
-          is_valid_character(two) || (is_valid_character(two.substr(0, 1)) && b < 0x80);
+      const bool valid = is_valid_character(two) || (is_valid_character(two.substr(0, 1)) && b < 0x80);
       EXPECT_EQ(valid_utf8_length(two) == 2, valid) << a << " " << b;
       if (a < 0xE0) continue;
       for (const unsigned char c : tails) {
@@ -86,8 +85,8 @@ TEST(JsonLine, HalfASurrogatePair) {
 }
 
 TEST(JsonLine, MissingField) {
-  for (const char* line : {"{}", R"({"txt":"a"})", R"({"text":1})", R"({"text":null})",
-                           R"({"text":["a"]})", "[]", "1", R"("text")", R"({"a":{"text":"b"}})"}) {
+  for (const char* line : {"{}", R"({"txt":"a"})", R"({"text":1})", R"({"text":null})", R"({"text":["a"]})", "[]", "1",
+                           R"("text")", R"({"a":{"text":"b"}})"}) {
     EXPECT_EQ(find(line).fault, InputFault::kMissingField) << line;
   }
 }

@@ -73,8 +73,7 @@ TEST(Permutation, KeysDiffer) {
   std::set<uint64_t> keys;
   for (int64_t seed = 0; seed < 20; ++seed) {
     for (int64_t source = 0; source < 20; ++source) {
-      for (int64_t epoch = 0; epoch < 20; ++epoch)
-        keys.insert(permutation_key(seed, source, epoch));
+      for (int64_t epoch = 0; epoch < 20; ++epoch) keys.insert(permutation_key(seed, source, epoch));
     }
   }
   EXPECT_EQ(keys.size(), 8000u);
@@ -95,9 +94,7 @@ void check_blend(const std::vector<double>& weights, int64_t samples) {
     ASSERT_LT(due - static_cast<double>(sample + 1), 1 + drift) << i;
     if (i % 997 != 0 && i + 1 != samples) continue;
     for (size_t k = 0; k < weights.size(); ++k) {
-      ASSERT_LT(
-          std::abs(static_cast<double>(counts[k]) - static_cast<double>(i + 1) * weights[k] / sum),
-          1 + drift);
+      ASSERT_LT(std::abs(static_cast<double>(counts[k]) - static_cast<double>(i + 1) * weights[k] / sum), 1 + drift);
     }
   }
 }

@@ -23,9 +23,7 @@ class TokenizeCorpusTest : public CorpusFolder {
     options.output = path(output);
     return options;
   }
-  TokenizeResult run(const TokenizeOptions& options) {
-    return tokenize_corpus(options, *tokenizer_, logger_);
-  }
+  TokenizeResult run(const TokenizeOptions& options) { return tokenize_corpus(options, *tokenizer_, logger_); }
   // Files of many kinds and sizes, some lines broken.
   void write_inputs() {
     std::mt19937 random(5);
@@ -37,8 +35,7 @@ class TokenizeCorpusTest : public CorpusFolder {
     for (int i = 0; i < 200; ++i) write(fmt::format("in/t{:03}.txt", i), text(1 + random() % 3000));
     std::string lines;
     for (int i = 0; i < 3000; ++i) {
-      lines += i % 500 == 7 ? "broken\n"
-                            : fmt::format("{{\"text\":\"{}\"}}\n", text(1 + random() % 900));
+      lines += i % 500 == 7 ? "broken\n" : fmt::format("{{\"text\":\"{}\"}}\n", text(1 + random() % 900));
     }
     write("in/lines.jsonl", lines);
     write("in/large.txt", text(3000000));
@@ -60,8 +57,7 @@ TEST_F(TokenizeCorpusTest, DocumentsTokensAndDescription) {
   const IndexedCorpus corpus(path("out/c"));
   std::vector<int32_t> ids(13);
   corpus.read(0, ids, 257);
-  EXPECT_EQ(ids, (std::vector<int32_t>{'h', 'e', 'l', 'l', 'o', 256, 'x', '\n', 'y', 256, 0xC3,
-                                       0xA9, 256}));
+  EXPECT_EQ(ids, (std::vector<int32_t>{'h', 'e', 'l', 'l', 'o', 256, 'x', '\n', 'y', 256, 0xC3, 0xA9, 256}));
   EXPECT_EQ(corpus.documents(), 3);
   EXPECT_EQ(corpus.document_begin(1), 6);
   ASSERT_TRUE(corpus.info());
@@ -125,10 +121,10 @@ TEST_F(TokenizeCorpusTest, SkippedKindsAreCounted) {
   EXPECT_EQ(result.documents, 1);
   EXPECT_EQ(result.skipped, 6);
   EXPECT_EQ(result.faults, (std::array<int64_t, kInputFaults>{2, 1, 1, 1, 0, 1}));
-  expect_contains(told, {"a.jsonl:2: skipped, not JSON", "a.jsonl:3: skipped, missing field",
-                         "a.jsonl:4: skipped, empty document", "a.jsonl:5: skipped, invalid UTF-8",
-                         "a.jsonl:6: skipped, invalid UTF-8", "b.jsonl.gz:1: skipped, damaged file",
-                         "skipped 6 inputs", "2 invalid UTF-8"});
+  expect_contains(
+      told, {"a.jsonl:2: skipped, not JSON", "a.jsonl:3: skipped, missing field", "a.jsonl:4: skipped, empty document",
+             "a.jsonl:5: skipped, invalid UTF-8", "a.jsonl:6: skipped, invalid UTF-8",
+             "b.jsonl.gz:1: skipped, damaged file", "skipped 6 inputs", "2 invalid UTF-8"});
 }
 
 TEST_F(TokenizeCorpusTest, NothingButFaultsIsAnError) {
@@ -174,8 +170,7 @@ TEST_F(TokenizeCorpusTest, KilledRunsLeaveNoCorpus) {
       wanted.overwrite = true;
       for (int i = 0; i < 1000; ++i) {  // busy until the signal
         run(wanted);
-        for (const char* suffix : {".idx", ".bin", ".json"})
-          std::remove((wanted.output + suffix).c_str());
+        for (const char* suffix : {".idx", ".bin", ".json"}) std::remove((wanted.output + suffix).c_str());
       }
       _exit(0);
     }

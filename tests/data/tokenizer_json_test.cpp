@@ -33,8 +33,8 @@ std::string token(const std::string& changed) {
 }
 
 std::string split(const std::string& pattern, const std::string& rest) {
-  return R"({"type": "Sequence", "pretokenizers": [{"type": "Split", "pattern": )" + pattern +
-         rest + R"(}, {"type": "ByteLevel", "add_prefix_space": false, "use_regex": false}]})";
+  return R"({"type": "Sequence", "pretokenizers": [{"type": "Split", "pattern": )" + pattern + rest +
+         R"(}, {"type": "ByteLevel", "add_prefix_space": false, "use_regex": false}]})";
 }
 
 TEST(TokenizerJson, EveryUnsupportedFeatureIsRefusedByItsPath) {
@@ -57,8 +57,7 @@ TEST(TokenizerJson, EveryUnsupportedFeatureIsRefusedByItsPath) {
       {&T::before, R"("padding": {"pad_id": 0})", "padding"},
       {&T::before, R"("extra": 1)", "extra"},
       {&T::normalizer, R"({"type": "Lowercase"})", "normalizer.type"},
-      {&T::normalizer,
-       R"({"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "NFKC"}]})",
+      {&T::normalizer, R"({"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "NFKC"}]})",
        "normalizer.normalizers[1].type"},
       {&T::pretokenizer, "null", "pre_tokenizer"},
       {&T::pretokenizer, R"({"type": "Metaspace"})", "pre_tokenizer.type"},
@@ -68,22 +67,16 @@ TEST(TokenizerJson, EveryUnsupportedFeatureIsRefusedByItsPath) {
        R"({"type": "Sequence", "pretokenizers": [{"type": "ByteLevel", "add_prefix_space": false},
            {"type": "Digits"}]})",
        "pre_tokenizer.pretokenizers[1]"},
-      {&T::pretokenizer, R"({"type": "ByteLevel", "add_prefix_space": false, "new": 1})",
-       "pre_tokenizer.new"},
+      {&T::pretokenizer, R"({"type": "ByteLevel", "add_prefix_space": false, "new": 1})", "pre_tokenizer.new"},
       {&T::pretokenizer, split(R"({"Regex": "a"})", R"(, "behavior": "Swapped", "invert": false)"),
        "pre_tokenizer.pretokenizers[0].behavior"},
-      {&T::pretokenizer, split(R"({"Regex": "\\bword"})", isolated),
-       "pre_tokenizer.pretokenizers[0].pattern.Regex"},
-      {&T::pretokenizer, split(R"({"Regex": "a*"})", isolated),
-       "pre_tokenizer.pretokenizers[0].pattern.Regex"},
-      {&T::pretokenizer, split(R"({"Glob": "a"})", isolated),
-       "pre_tokenizer.pretokenizers[0].pattern.Glob"},
-      {&T::pretokenizer, split(R"({"String": " "})", isolated),
-       "pre_tokenizer.pretokenizers[0].pattern.String"},
+      {&T::pretokenizer, split(R"({"Regex": "\\bword"})", isolated), "pre_tokenizer.pretokenizers[0].pattern.Regex"},
+      {&T::pretokenizer, split(R"({"Regex": "a*"})", isolated), "pre_tokenizer.pretokenizers[0].pattern.Regex"},
+      {&T::pretokenizer, split(R"({"Glob": "a"})", isolated), "pre_tokenizer.pretokenizers[0].pattern.Glob"},
+      {&T::pretokenizer, split(R"({"String": " "})", isolated), "pre_tokenizer.pretokenizers[0].pattern.String"},
       {&T::pretokenizer, split(R"({"Regex": "a"})", R"(, "behavior": "MergedWithNext")"),
        "pre_tokenizer.pretokenizers[0].behavior"},
-      {&T::pretokenizer, R"({"type": "ByteLevel", "add_prefix_space": true})",
-       "pre_tokenizer.add_prefix_space"},
+      {&T::pretokenizer, R"({"type": "ByteLevel", "add_prefix_space": true})", "pre_tokenizer.add_prefix_space"},
       {&T::post_processor, R"({"type": "BertProcessing"})", "post_processor.type"},
       {&T::post_processor, R"({"type": "Sequence", "processors": [{"type": "RobertaProcessing"}]})",
        "post_processor.processors[0].type"},
@@ -91,10 +84,8 @@ TEST(TokenizerJson, EveryUnsupportedFeatureIsRefusedByItsPath) {
       {&T::decoder, R"({"type": "WordPiece"})", "decoder"},
       {&T::model_flags, flag("\"BPE\"", "\"WordPiece\""), "model.type"},
       {&T::model_flags, flag("\"dropout\": null", "\"dropout\": 0.1"), "model.dropout"},
-      {&T::model_flags, flag("\"byte_fallback\": false", "\"byte_fallback\": true"),
-       "model.byte_fallback"},
-      {&T::model_flags, flag("prefix\": null", "prefix\": \"##\""),
-       "model.continuing_subword_prefix"},
+      {&T::model_flags, flag("\"byte_fallback\": false", "\"byte_fallback\": true"), "model.byte_fallback"},
+      {&T::model_flags, flag("prefix\": null", "prefix\": \"##\""), "model.continuing_subword_prefix"},
       {&T::model_flags, flag("suffix\": null", "suffix\": \"</w>\""), "model.end_of_word_suffix"},
       {&T::model_flags, model + R"(, "cache": 3)", "model.cache"},
       {&T::vocab, R"("a": 0)", "model.vocab"},
@@ -107,14 +98,11 @@ TEST(TokenizerJson, EveryUnsupportedFeatureIsRefusedByItsPath) {
       {&T::merges, R"(["t h e"])", "model.merges[0]"},
       {&T::merges, R"([["t", "h", "e"]])", "model.merges[0]"},
       {&T::merges, "{}", "model.merges"},
-      {&T::added, token(R"("special": true, "single_word2": true)"),
-       "added_tokens[0].single_word2"},
+      {&T::added, token(R"("special": true, "single_word2": true)"), "added_tokens[0].single_word2"},
       {&T::added, R"([{"id": 261, "content": "x", "single_word": true, "special": true}])",
        "added_tokens[0].single_word"},
-      {&T::added, R"([{"id": 261, "content": "x", "lstrip": true, "special": true}])",
-       "added_tokens[0].lstrip"},
-      {&T::added, R"([{"id": 261, "content": "x", "rstrip": true, "special": true}])",
-       "added_tokens[0].rstrip"},
+      {&T::added, R"([{"id": 261, "content": "x", "lstrip": true, "special": true}])", "added_tokens[0].lstrip"},
+      {&T::added, R"([{"id": 261, "content": "x", "rstrip": true, "special": true}])", "added_tokens[0].rstrip"},
       {&T::added, R"([{"id": 261, "content": "", "special": true}])", "added_tokens[0].content"},
       {&T::added, R"([{"id": 270, "content": "<x>", "special": true}])", "added_tokens[0].id"},
       {&T::added, R"([{"id": 261, "content": "the", "special": true}])", "added_tokens[0].id"},
@@ -162,24 +150,16 @@ std::string pattern_error(const std::string& pattern) {
 }
 
 TEST(SplitRegex, AcceptsOrRefuses) {
-  for (const std::string pattern :
-       {R"(\s+(?!\S))", R"([^\s\p{L}\d])", R"((?i:'s|'ll)\p{N}{1,3})", R"('(?i:[sdmt]|ll|ve|re))",
-        R"(a++|b+?c*|[\x41\x{42}])", R"([^\S\D]\D)", R"((?<=\p{Ll})\p{Lu}|(?<!a)b(?=c)|(?>d)|(e))",
-        "[一-龥]+[\r\n]*|\\s+$"}) {
+  for (const std::string pattern : {R"(\s+(?!\S))", R"([^\s\p{L}\d])", R"((?i:'s|'ll)\p{N}{1,3})",
+                                    R"('(?i:[sdmt]|ll|ve|re))", R"(a++|b+?c*|[\x41\x{42}])", R"([^\S\D]\D)",
+                                    R"((?<=\p{Ll})\p{Lu}|(?<!a)b(?=c)|(?>d)|(e))", "[一-龥]+[\r\n]*|\\s+$"}) {
     EXPECT_EQ(pattern_error(pattern), "") << pattern;
   }
-  for (const std::string pattern : {R"(\w)",        R"(\b)",
-                                    R"(^a)",        R"((?<!^)a)",
-                                    R"([a[b]])",    R"([\p{L}&&\p{Lu}])",
-                                    R"(\p{Han})",   R"(\p{L)",
-                                    R"((?i)a)",     R"(a{2}+)",
-                                    R"(a{,2})",     R"(a{)",
-                                    R"((?i:ss))",   R"((?i:\p{Lu}))",
-                                    R"((?i:[^a]))", R"((a)\1)",
-                                    R"(a))",        R"([a)",
-                                    R"(\)",         R"(\h)",
-                                    R"((?<n>a))",   R"(\x{110000000})",
-                                    R"(\x8f)",      R"([]a])"}) {
+  for (const std::string pattern :
+       {R"(\w)",      R"(\b)",          R"(^a)",        R"((?<!^)a)",       R"([a[b]])", R"([\p{L}&&\p{Lu}])",
+        R"(\p{Han})", R"(\p{L)",        R"((?i)a)",     R"(a{2}+)",         R"(a{,2})",  R"(a{)",
+        R"((?i:ss))", R"((?i:\p{Lu}))", R"((?i:[^a]))", R"((a)\1)",         R"(a))",     R"([a)",
+        R"(\)",       R"(\h)",          R"((?<n>a))",   R"(\x{110000000})", R"(\x8f)",   R"([]a])"}) {
     EXPECT_NE(pattern_error(pattern), "") << pattern;
   }
   EXPECT_NE(pattern_error(R"(\s+\w+)").find(R"(\\w+)"), std::string::npos);  // names what it is

@@ -38,8 +38,8 @@ class Reader {
 
  private:
   const std::byte* take(size_t size) {
-    MARROW_CHECK(at_ + size <= file_.bytes().size(), ExitCode::kBadInput,
-                 Fix("run the oracle again"), "{} ends early", file_.path());
+    MARROW_CHECK(at_ + size <= file_.bytes().size(), ExitCode::kBadInput, Fix("run the oracle again"), "{} ends early",
+                 file_.path());
     at_ += size;
     return file_.bytes().data() + at_ - size;
   }
@@ -55,9 +55,8 @@ class TokenizerOracle : public testing::Test {
     folder() = name;
     const char* megabytes = std::getenv("MARROW_ORACLE_MB");
     const std::string root = MARROW_SOURCE_DIR;
-    const std::string command = root + "/.venv/bin/python " + root +
-                                "/tests/oracle/tokenizer_oracle.py " + folder() + " " +
-                                (megabytes == nullptr ? "4" : megabytes);
+    const std::string command = root + "/.venv/bin/python " + root + "/tests/oracle/tokenizer_oracle.py " + folder() +
+                                " " + (megabytes == nullptr ? "4" : megabytes);
     ASSERT_EQ(std::system(command.c_str()), 0) << command;
   }
   static void TearDownTestSuite() { fs::remove_all(folder()); }
@@ -83,19 +82,16 @@ class TokenizerOracle : public testing::Test {
       tokenizer->encode(text, ids);
       tokens += ids.size();
       if (const auto wanted = expected.ids(); ids != wanted && ++differing <= 3) {
-        const auto [ours, theirs] =
-            std::mismatch(ids.begin(), ids.end(), wanted.begin(), wanted.end());
+        const auto [ours, theirs] = std::mismatch(ids.begin(), ids.end(), wanted.begin(), wanted.end());
         const auto at = static_cast<size_t>(ours - ids.begin());
         const std::string before = tokenizer->decode(std::span(ids).first(at));
-        ADD_FAILURE()
-            << name << " " << file << ", text " << i << ", token " << at << " of " << wanted.size()
-            << ": " << (ours == ids.end() ? -1 : *ours) << " instead of "
-            << (theirs == wanted.end() ? -1 : *theirs) << ", after "
-            << testing::PrintToString(
-                   before.substr(before.size() - std::min<size_t>(before.size(), 60)))
-            << " in "
-            << testing::PrintToString(text.substr(
-                   std::min(text.size(), before.size() - std::min<size_t>(before.size(), 9)), 80));
+        ADD_FAILURE() << name << " " << file << ", text " << i << ", token " << at << " of " << wanted.size() << ": "
+                      << (ours == ids.end() ? -1 : *ours) << " instead of " << (theirs == wanted.end() ? -1 : *theirs)
+                      << ", after "
+                      << testing::PrintToString(before.substr(before.size() - std::min<size_t>(before.size(), 60)))
+                      << " in "
+                      << testing::PrintToString(text.substr(
+                             std::min(text.size(), before.size() - std::min<size_t>(before.size(), 9)), 80));
       }
     }
     EXPECT_EQ(differing, 0U) << name << " " << file << ": of " << count << " texts";
@@ -135,8 +131,8 @@ TEST_F(TokenizerOracle, TimeIsNearLinear) {
       }
       return best;
     };
-    for (const std::string& text : {std::string(letters.size(), 'a'), spaces, letters,
-                                    std::string(letters.size(), '\n'), spaces + "a"}) {
+    for (const std::string& text :
+         {std::string(letters.size(), 'a'), spaces, letters, std::string(letters.size(), '\n'), spaces + "a"}) {
       const double whole = seconds(text), eighth = seconds(text.substr(0, text.size() / 8));
       EXPECT_LT(whole, 8 * 2.5 * eighth + 0.01) << name << " " << text.substr(0, 5);
       EXPECT_LT(whole, 3.0) << name << " " << text.substr(0, 5);

@@ -85,17 +85,15 @@ TEST(BpeTokenizer, SpecialTokensAreTextByDefault) {
   EXPECT_EQ(encode(*open_tiny({}), "a<tool>b"), (Ids{97, 262, 98}));
   TokenizerOptions options;
   options.special_tokens = true;
-  EXPECT_EQ(encode(*open_tiny({}, options), "a<|end|>b<|end"),
-            (Ids{97, 261, 98, '<', '|', 'e', 'n', 'd'}));
+  EXPECT_EQ(encode(*open_tiny({}, options), "a<|end|>b<|end"), (Ids{97, 261, 98, '<', '|', 'e', 'n', 'd'}));
 }
 
 // T2: NUL, byte order mark, CRLF and surrogate pairs' characters are text like any other.
 TEST(BpeTokenizer, OddTextComesBack) {
   const auto tokenizer = open_tiny({});
   for (const std::string_view text :
-       {std::string_view("\0", 1), std::string_view("\xef\xbb\xbfx"),
-        std::string_view("a\r\nb\r\n"), std::string_view("\xf0\x9f\x98\x80"),
-        std::string_view("\u0085\u2028 \u3000")}) {
+       {std::string_view("\0", 1), std::string_view("\xef\xbb\xbfx"), std::string_view("a\r\nb\r\n"),
+        std::string_view("\xf0\x9f\x98\x80"), std::string_view("\u0085\u2028 \u3000")}) {
     EXPECT_EQ(tokenizer->decode(encode(*tokenizer, text)), text);
   }
 }
@@ -105,9 +103,8 @@ TEST(BpeTokenizer, RandomTextComesBack) {
   TokenizerOptions options;
   options.special_tokens = true;
   const auto plain = open_tiny({}), special = open_tiny({}, options);
-  const std::string_view pieces[] = {"the",    " the", "aaa",        "<|end|>", "<tool",
-                                     ">",      "\n",   "  ",         "é",       "漢字",
-                                     "\u0301", "😀",    "\U00011de3", "\u0897",  "'s"};
+  const std::string_view pieces[] = {"the", " the", "aaa",    "<|end|>", "<tool",      ">",      "\n", "  ",
+                                     "é",   "漢字", "\u0301", "😀",       "\U00011de3", "\u0897", "'s"};
   for (int i = 0; i < 2000; ++i) {
     std::string text;
     while (random() % 12 != 0) text += pieces[random() % std::size(pieces)];
@@ -183,8 +180,7 @@ TEST(BpeTokenizer, EndOfDocument) {
 
 TEST(BpeTokenizer, HashIsTheFilesSha256) {
   EXPECT_EQ(sha256_hex("abc"), "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
-  EXPECT_EQ(sha256_hex(std::string(200, 'x')),
-            "aa20c23e3201834050679e1d88941b9a6fed0557c9a705cb2c315e2e63fd486d");
+  EXPECT_EQ(sha256_hex(std::string(200, 'x')), "aa20c23e3201834050679e1d88941b9a6fed0557c9a705cb2c315e2e63fd486d");
   TinyTokenizer tiny;
   const auto one = open_tiny(tiny), same = open_tiny(tiny);
   tiny.before += " ";
@@ -194,23 +190,22 @@ TEST(BpeTokenizer, HashIsTheFilesSha256) {
 }
 
 TEST(UnicodeText, NormalizesWhatTheReferenceDoes) {
-  const std::pair<std::string, std::string> cases[] = {
-      {"e\u0301", "é"},
-      {"\u1100\u1161\u11a8x", "각x"},
-      {"가\u11a8", "각"},
-      {"\u1103\u1172\u11a7", "듀\u11a7"},  // no final consonant
-      {"\u212b", "Å"},
-      {"q\u0301\u0316", "q\u0316\u0301"},
-      {"\u0958", "\u0915\u093c"},
-      {"か\u3099", "が"},
-      {"\u09c7\u09be", "\u09cb"},
-      {"漢e\u0301字", "漢é字"},
-      {"\u0301a", "\u0301a"},
-      {"", ""},
-      // Unicode 13 composes these and Unicode 14 gives U+0898 a class; the reference's tables are
-      // older.
-      {"\U00011935\U00011930", "\U00011935\U00011930"},
-      {"q\u0898\u0334", "q\u0898\u0334"}};
+  const std::pair<std::string, std::string> cases[] = {{"e\u0301", "é"},
+                                                       {"\u1100\u1161\u11a8x", "각x"},
+                                                       {"가\u11a8", "각"},
+                                                       {"\u1103\u1172\u11a7", "듀\u11a7"},  // no final consonant
+                                                       {"\u212b", "Å"},
+                                                       {"q\u0301\u0316", "q\u0316\u0301"},
+                                                       {"\u0958", "\u0915\u093c"},
+                                                       {"か\u3099", "が"},
+                                                       {"\u09c7\u09be", "\u09cb"},
+                                                       {"漢e\u0301字", "漢é字"},
+                                                       {"\u0301a", "\u0301a"},
+                                                       {"", ""},
+                                                       // Unicode 13 composes these and Unicode 14 gives U+0898 a class;
+                                                       // the reference's tables are older.
+                                                       {"\U00011935\U00011930", "\U00011935\U00011930"},
+                                                       {"q\u0898\u0334", "q\u0898\u0334"}};
   for (const auto& [text, expected] : cases) {
     EXPECT_EQ(to_nfc(text), expected) << testing::PrintToString(text);
   }
@@ -232,8 +227,7 @@ TEST(BpeTokenizer, TimeIsNearLinear) {
   std::mt19937 random(3);
   std::string letters(size_t{1} << 20, 'a');
   for (char& c : letters) c = static_cast<char>('a' + random() % 26);
-  for (const std::string& text :
-       {std::string(size_t{1} << 20, 'a'), std::string(size_t{1} << 20, ' '), letters}) {
+  for (const std::string& text : {std::string(size_t{1} << 20, 'a'), std::string(size_t{1} << 20, ' '), letters}) {
     const double whole = seconds_for(*tokenizer, text);
     const double eighth = seconds_for(*tokenizer, text.substr(0, text.size() / 8));
     EXPECT_LT(whole, 8 * 2.5 * eighth + 0.01) << text.substr(0, 5);

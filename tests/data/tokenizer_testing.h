@@ -42,8 +42,7 @@ struct TinyTokenizer {
   std::string pretokenizer =
       R"({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true})";
   std::string post_processor = "null";
-  std::string decoder =
-      R"({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true})";
+  std::string decoder = R"({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true})";
   std::string model_flags =
       R"("type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
          "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false)";
@@ -56,8 +55,7 @@ struct TinyTokenizer {
     int other = 0x100;
     for (int byte = 0; byte < 256; ++byte) {
       const bool printable = (byte >= 0x21 && byte <= 0x7e) || (byte >= 0xa1 && byte != 0xad);
-      out += fmt::format("{}\"\\u{:04x}\": {}", byte == 0 ? "" : ", ", printable ? byte : other++,
-                         byte);
+      out += fmt::format("{}\"\\u{:04x}\": {}", byte == 0 ? "" : ", ", printable ? byte : other++, byte);
     }
     return out;
   }

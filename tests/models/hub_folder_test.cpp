@@ -30,9 +30,8 @@ NamedTensors model_values() {
   NamedTensors values;
   int64_t start = 0;
   for (const HubTensor& tensor : model_tensors()) {
-    values.emplace_back(
-        tensor.name,
-        at::arange(start, start + tensor.elements(), at::kFloat).remainder(127).view(tensor.shape));
+    values.emplace_back(tensor.name,
+                        at::arange(start, start + tensor.elements(), at::kFloat).remainder(127).view(tensor.shape));
     start += 31;
   }
   return values;
@@ -125,8 +124,7 @@ TEST_F(HubFolderTest, ReadsShardsByTheirIndex) {
   write_file("b.safetensors", {values.begin() + 5, values.end()});
   std::string map;
   for (size_t i = 0; i < values.size(); ++i) {
-    map += fmt::format("{}\"{}\": \"{}.safetensors\"", i == 0 ? "" : ", ", values[i].first,
-                       i < 5 ? "a" : "b");
+    map += fmt::format("{}\"{}\": \"{}.safetensors\"", i == 0 ? "" : ", ", values[i].first, i < 5 ? "a" : "b");
   }
   write_text("model.safetensors.index.json", "{\"weight_map\": {" + map + "}}");
   expect_model();

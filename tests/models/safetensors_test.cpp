@@ -13,8 +13,7 @@ namespace fs = std::filesystem;
 
 class SafetensorsTest : public ::testing::Test {
  protected:
-  SafetensorsTest()
-      : folder_((fs::temp_directory_path() / fmt::format("marrow-st-{}", getpid())).string()) {
+  SafetensorsTest() : folder_((fs::temp_directory_path() / fmt::format("marrow-st-{}", getpid())).string()) {
     fs::create_directories(folder_);
   }
   ~SafetensorsTest() override { fs::remove_all(folder_); }
@@ -52,11 +51,10 @@ void expect_contains(const std::string& text, std::initializer_list<const char*>
 }
 
 TEST_F(SafetensorsTest, WritesAtPlannedOffsetsAndReadsBack) {
-  const SafetensorsLayout layout =
-      layout_safetensors("x", {{{"scalar", {}}, at::kDouble},
-                               {{"a \"quoted\" name", {2, 3}}, at::kFloat},
-                               {{"none", {0, 5}}, at::kLong},
-                               {{"halves", {3}}, at::kBFloat16}});
+  const SafetensorsLayout layout = layout_safetensors("x", {{{"scalar", {}}, at::kDouble},
+                                                            {{"a \"quoted\" name", {2, 3}}, at::kFloat},
+                                                            {{"none", {0, 5}}, at::kLong},
+                                                            {{"halves", {3}}, at::kBFloat16}});
   EXPECT_EQ(layout.header.size() % 8, 0u);
   EXPECT_EQ(layout.file_bytes, static_cast<int64_t>(layout.header.size()) + 8 + 24 + 0 + 6);
   const std::string path = folder_ + "/x";
@@ -110,8 +108,7 @@ TEST_F(SafetensorsTest, RefusesDamagedLengths) {
 
 TEST_F(SafetensorsTest, RefusesFaultyEntries) {
   const auto one = [](const char* dtype, const char* shape, const char* offsets) {
-    return fmt::format(R"({{"w":{{"dtype":"{}","shape":{},"data_offsets":{}}}}})", dtype, shape,
-                       offsets);
+    return fmt::format(R"({{"w":{{"dtype":"{}","shape":{},"data_offsets":{}}}}})", dtype, shape, offsets);
   };
   EXPECT_NO_THROW(TensorFiles({make_file(one("F32", "[2]", "[0,8]"), 8)}));
   expect_contains(refusal(make_file(one("F31", "[2]", "[0,8]"), 8)), {"w.dtype", "F31"});
@@ -121,13 +118,10 @@ TEST_F(SafetensorsTest, RefusesFaultyEntries) {
   expect_contains(refusal(make_file(one("F32", "[2]", "[8,0]"), 8)), {"out of range"});
   expect_contains(refusal(make_file(one("F32", "[2]", "[0,8,16]"), 8)), {"two offsets"});
   expect_contains(refusal(make_file(one("F32", "[-2]", "[0,8]"), 8)), {"w.shape", "-2"});
-  expect_contains(refusal(make_file(one("F32", "[4294967296,4294967296]", "[0,0]"), 0)),
-                  {"no possible shape"});
+  expect_contains(refusal(make_file(one("F32", "[4294967296,4294967296]", "[0,0]"), 0)), {"no possible shape"});
   expect_contains(refusal(make_file(one("F32", "[0.5]", "[0,8]"), 8)), {"integer"});
-  expect_contains(refusal(make_file(one("F32", "[2]", "[0,18446744073709551615]"), 8)),
-                  {"integer"});
-  expect_contains(refusal(make_file(R"({"w":{"dtype":"F32","shape":[2]}})", 8)),
-                  {"w.data_offsets", "missing"});
+  expect_contains(refusal(make_file(one("F32", "[2]", "[0,18446744073709551615]"), 8)), {"integer"});
+  expect_contains(refusal(make_file(R"({"w":{"dtype":"F32","shape":[2]}})", 8)), {"w.data_offsets", "missing"});
   expect_contains(refusal(make_file(R"({"w":3})", 8)), {"w", "object"});
 }
 
@@ -148,12 +142,10 @@ TEST_F(SafetensorsTest, RefusesGapsOverlapsAndExcess) {
 
 // Every prefix of a sound file is refused: no truncation passes.
 TEST_F(SafetensorsTest, RefusesEveryTruncation) {
-  const SafetensorsLayout layout =
-      layout_safetensors("x", {{{"a", {3}}, at::kFloat}, {{"b", {2, 2}}, at::kInt}});
+  const SafetensorsLayout layout = layout_safetensors("x", {{{"a", {3}}, at::kFloat}, {{"b", {2, 2}}, at::kInt}});
   const std::string whole = layout.header + std::string(28, 'x');
   EXPECT_NO_THROW(TensorFiles({write(whole)}));
-  for (size_t n = 0; n < whole.size(); ++n)
-    EXPECT_THROW(TensorFiles({write(whole.substr(0, n))}), Error);
+  for (size_t n = 0; n < whole.size(); ++n) EXPECT_THROW(TensorFiles({write(whole.substr(0, n))}), Error);
 }
 
 }  // namespace

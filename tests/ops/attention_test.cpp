@@ -7,8 +7,8 @@ namespace marrow {
 namespace {
 
 // One row and head at a time: row i sees keys [max(document start, i − window + 1), i].
-at::Tensor plain_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                           const AttentionLayout& layout, double scale) {
+at::Tensor plain_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const AttentionLayout& layout,
+                           double scale) {
   std::vector<int64_t> starts(q.size(0));
   for (int64_t t = 0; t < q.size(0); ++t) {
     starts[t] = t / layout.seq_len * layout.seq_len;
@@ -55,10 +55,9 @@ std::vector<Case> cases() {
 }
 
 std::string name_of(const Case& c, at::ScalarType dtype, at::Device device) {
-  return fmt::format(
-      "{} × {} tokens, {} document offsets, window {}, {}/{} heads of {} and {}, {} {}",
-      c.layout.sequences, c.layout.seq_len, c.layout.document_offsets.size(), c.layout.window,
-      c.q_heads, c.kv_heads, c.size, c.value_size, c10::toString(dtype), device.str());
+  return fmt::format("{} × {} tokens, {} document offsets, window {}, {}/{} heads of {} and {}, {} {}",
+                     c.layout.sequences, c.layout.seq_len, c.layout.document_offsets.size(), c.layout.window, c.q_heads,
+                     c.kv_heads, c.size, c.value_size, c10::toString(dtype), device.str());
 }
 
 // bf16 on the GPU runs library kernels that ask for head sizes of 8·n, equal for documents.
@@ -78,12 +77,9 @@ TEST(Attention, MatchesRowByRow) {
           SCOPED_TRACE(name_of(c, dtype, device));
           const int64_t tokens = c.layout.sequences * c.layout.seq_len;
           const double scale = 1.0 / std::sqrt(static_cast<double>(c.size));
-          const at::Tensor q =
-              with_grad(random_tensor({tokens, c.q_heads, c.size}, dtype, device, 1));
-          const at::Tensor k =
-              with_grad(random_tensor({tokens, c.kv_heads, c.size}, dtype, device, 2));
-          const at::Tensor v =
-              with_grad(random_tensor({tokens, c.kv_heads, c.value_size}, dtype, device, 3));
+          const at::Tensor q = with_grad(random_tensor({tokens, c.q_heads, c.size}, dtype, device, 1));
+          const at::Tensor k = with_grad(random_tensor({tokens, c.kv_heads, c.size}, dtype, device, 2));
+          const at::Tensor v = with_grad(random_tensor({tokens, c.kv_heads, c.value_size}, dtype, device, 3));
           const at::Tensor d = random_tensor({tokens, c.q_heads, c.value_size}, dtype, device, 4);
           const at::Tensor out = attention(q, k, v, c.layout, scale, deterministic);
           EXPECT_EQ(out.scalar_type(), dtype);
@@ -113,8 +109,7 @@ TEST(Attention, ATokenReachesOnlyItsOwnDocument) {
       at::Tensor k = random_tensor({128, 2, 16}, dtype, device, 2);
       at::Tensor v = random_tensor({128, 2, 16}, dtype, device, 3);
       const at::Tensor before = attention(q, k, v, layout, 0.25);
-      for (const auto& [token, end] :
-           {std::pair<int64_t, int64_t>{0, 1}, {3, 8}, {38, 39}, {63, 64}, {80, 96}}) {
+      for (const auto& [token, end] : {std::pair<int64_t, int64_t>{0, 1}, {3, 8}, {38, 39}, {63, 64}, {80, 96}}) {
         at::Tensor other_k = k.clone();
         at::Tensor other_v = v.clone();
         other_k.select(0, token).add_(1.0);
@@ -122,8 +117,7 @@ TEST(Attention, ATokenReachesOnlyItsOwnDocument) {
         const at::Tensor after = attention(q, other_k, other_v, layout, 0.25);
         const at::Tensor changed = after.ne(before).flatten(1).any(1).cpu();
         for (int64_t t = 0; t < 128; ++t) {
-          EXPECT_EQ(changed[t].item<bool>(), t >= token && t < end)
-              << "token " << token << " reached " << t;
+          EXPECT_EQ(changed[t].item<bool>(), t >= token && t < end) << "token " << token << " reached " << t;
         }
       }
     }
@@ -138,14 +132,12 @@ TEST(Attention, StridedInputs) {
       const at::Tensor q = packed.narrow(1, 0, 4);
       const at::Tensor k = packed.narrow(1, 4, 2);
       const at::Tensor v = packed.narrow(1, 6, 2);
-      const at::Tensor dense =
-          attention(q.contiguous(), k.contiguous(), v.contiguous(), layout, 0.25);
+      const at::Tensor dense = attention(q.contiguous(), k.contiguous(), v.contiguous(), layout, 0.25);
       EXPECT_TRUE(tensors_identical(attention(q, k, v, layout, 0.25), dense));
       const at::Tensor by_size = q.permute({2, 0, 1}).contiguous().permute({1, 2, 0});
       EXPECT_TRUE(tensors_identical(attention(by_size, k, v, layout, 0.25), dense));
       const at::Tensor leaf = with_grad(packed);
-      const at::Tensor out =
-          attention(leaf.narrow(1, 0, 4), leaf.narrow(1, 4, 2), leaf.narrow(1, 6, 2), layout, 0.25);
+      const at::Tensor out = attention(leaf.narrow(1, 0, 4), leaf.narrow(1, 4, 2), leaf.narrow(1, 6, 2), layout, 0.25);
       out.permute({2, 0, 1}).contiguous().sum().backward();
       EXPECT_TRUE(leaf.grad().isfinite().all().item<bool>());
       const at::NoGradGuard guard;

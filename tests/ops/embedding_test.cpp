@@ -17,8 +17,8 @@ TEST(Embedding, MatchesPlainComposition) {
       for (const int64_t tokens : {0, 1, 37, 1025}) {
         for (const int64_t hidden : {1, 7, 64, 258}) {
           for (const bool deterministic : {false, true}) {
-            SCOPED_TRACE(fmt::format("{} tokens of {} {} {} deterministic {}", tokens, hidden,
-                                     c10::toString(dtype), device.str(), deterministic));
+            SCOPED_TRACE(fmt::format("{} tokens of {} {} {} deterministic {}", tokens, hidden, c10::toString(dtype),
+                                     device.str(), deterministic));
             const Parameter weight = make_parameter(random_tensor({53, hidden}, dtype, device, 1));
             const at::Tensor ids = random_ids(tokens, 53, device);
             const at::Tensor out = embedding_forward(ids, weight);
@@ -28,8 +28,8 @@ TEST(Embedding, MatchesPlainComposition) {
             const at::Tensor d = random_tensor({tokens, hidden}, dtype, device, 2);
             weight.grad.fill_(1.0);  // the gradient is added
             embedding_backward(ids, d, weight, deterministic);
-            const at::Tensor expected = at::ones({53, hidden}, at::kDouble)
-                                            .index_add(0, ids.cpu(), d.to(at::kCPU, at::kDouble));
+            const at::Tensor expected =
+                at::ones({53, hidden}, at::kDouble).index_add(0, ids.cpu(), d.to(at::kCPU, at::kDouble));
             EXPECT_TRUE(tensors_close(weight.grad, expected, 1e-6, 1e-5));
           }
         }
@@ -40,8 +40,7 @@ TEST(Embedding, MatchesPlainComposition) {
 
 TEST(Embedding, DeterministicRepeatsToTheBit) {
   for (const at::Device device : test_devices()) {
-    const Parameter weight =
-        make_parameter(at::zeros({3, 128}, at::TensorOptions().device(device)));
+    const Parameter weight = make_parameter(at::zeros({3, 128}, at::TensorOptions().device(device)));
     const at::Tensor ids = random_ids(4099, 3, device);  // long runs of each id
     const at::Tensor d = random_tensor({4099, 128}, at::kFloat, device, 2);
     embedding_backward(ids, d, weight, true);
@@ -62,8 +61,7 @@ TEST(Embedding, AnIdOutsideTheVocabularyIsNamed) {
       FAIL() << "no error for " << bad;
     } catch (const Error& error) {
       EXPECT_EQ(error.report().code, ExitCode::kBadInput);
-      EXPECT_NE(error.report().what.find(fmt::format("token id {} at position 1", bad)),
-                std::string::npos)
+      EXPECT_NE(error.report().what.find(fmt::format("token id {} at position 1", bad)), std::string::npos)
           << error.report().what;
     }
   }

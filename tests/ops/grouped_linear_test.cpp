@@ -38,8 +38,8 @@ TEST(GroupedLinear, MatchesOneProductPerExpert) {
       for (const auto& [n, k] : {std::pair<int64_t, int64_t>{7, 13}, {1, 1}, {64, 48}, {40, 136}}) {
         if (device.is_cuda() && dtype == at::kBFloat16 && n % 8 != 0) continue;  // refused there
         for (const auto& counts : kCounts) {
-          SCOPED_TRACE(fmt::format("{} {} N={} K={} E={} first {}", device.str(),
-                                   c10::toString(dtype), n, k, counts.size(), counts[0]));
+          SCOPED_TRACE(fmt::format("{} {} N={} K={} E={} first {}", device.str(), c10::toString(dtype), n, k,
+                                   counts.size(), counts[0]));
           const Tensor offsets = offsets_of(counts, device);
           const int64_t total = offsets[-1].item<int64_t>();
           const auto experts = static_cast<int64_t>(counts.size());
@@ -99,8 +99,7 @@ TEST(GroupedLinear, DoesNotReadUninitialisedMemory) {
       d_bad.slice(0, 250).fill_(std::nan(""));
       const Result poisoned = run(bad, weight, offsets, d_bad, zero);
       EXPECT_TRUE(tensors_identical(poisoned.out.slice(0, 0, 250), clean.out.slice(0, 0, 250)));
-      EXPECT_TRUE(
-          tensors_identical(poisoned.d_rows.slice(0, 0, 250), clean.d_rows.slice(0, 0, 250)));
+      EXPECT_TRUE(tensors_identical(poisoned.d_rows.slice(0, 0, 250), clean.d_rows.slice(0, 0, 250)));
       EXPECT_TRUE(tensors_identical(poisoned.d_weight, clean.d_weight));
       EXPECT_EQ(poisoned.d_weight.count_nonzero().item<int64_t>(), 64 * 48);
       EXPECT_EQ(poisoned.d_weight.slice(0, 0, 3).count_nonzero().item<int64_t>(), 0);
@@ -111,8 +110,7 @@ TEST(GroupedLinear, DoesNotReadUninitialisedMemory) {
 TEST(GroupedLinear, WithoutGradientBufferQueuesNothing) {
   WeightGradQueue queue;
   const Tensor leaf = with_grad(at::ones({2, 3}));
-  const Tensor out =
-      grouped_linear(leaf, {"experts", at::ones({1, 4, 3}), {}}, at::tensor({2}, at::kInt), queue);
+  const Tensor out = grouped_linear(leaf, {"experts", at::ones({1, 4, 3}), {}}, at::tensor({2}, at::kInt), queue);
   out.backward(at::ones({2, 4}));
   EXPECT_TRUE(queue.empty());
   EXPECT_TRUE(tensors_close(leaf.grad(), at::full({2, 3}, 4.0), 0, 0));

@@ -24,8 +24,8 @@ TEST(LinearCrossEntropy, MatchesPlainComposition) {
   for (const at::Device device : test_devices()) {
     for (const auto dtype : {at::kFloat, at::kBFloat16}) {
       for (const Shape& s : shapes) {
-        SCOPED_TRACE(fmt::format("{} {} T={} H={} V={}", device.str(), c10::toString(dtype),
-                                 s.tokens, s.hidden, s.vocabulary));
+        SCOPED_TRACE(
+            fmt::format("{} {} T={} H={} V={}", device.str(), c10::toString(dtype), s.tokens, s.hidden, s.vocabulary));
         const Tensor x = random_tensor({s.tokens, s.hidden}, dtype, device, 1);
         const Tensor w = random_tensor({s.vocabulary, s.hidden}, dtype, device, 2);
         const Tensor targets = random_targets(s.tokens, s.vocabulary);
@@ -33,8 +33,7 @@ TEST(LinearCrossEntropy, MatchesPlainComposition) {
         const Parameter weight{"head", w, initial.clone()};
         const double scale = 0.25;
         const auto got = linear_cross_entropy(x, weight, targets.to(device), scale, true);
-        const auto loss_only =
-            linear_cross_entropy(x, {"head", w, {}}, targets.to(device), scale, false);
+        const auto loss_only = linear_cross_entropy(x, {"head", w, {}}, targets.to(device), scale, false);
 
         const Tensor xr = reference_leaf(x), wr = reference_leaf(w);
         const Tensor log_p = at::mm(xr, wr.t()).log_softmax(1);
@@ -45,8 +44,7 @@ TEST(LinearCrossEntropy, MatchesPlainComposition) {
         const bool rounded = dtype == at::kBFloat16 && device.is_cuda();
         const double count = std::max<double>(1, static_cast<double>(s.tokens));
         const double tolerance = rounded ? 1e-2 : 1e-5;
-        EXPECT_TRUE(tensors_close(got.loss_sum, loss.detach().view({1}), tolerance,
-                                  rounded ? 0.02 * count : 1e-5));
+        EXPECT_TRUE(tensors_close(got.loss_sum, loss.detach().view({1}), tolerance, rounded ? 0.02 * count : 1e-5));
         EXPECT_TRUE(tensors_identical(loss_only.loss_sum, got.loss_sum));
         EXPECT_FALSE(loss_only.d_x.defined());
         EXPECT_EQ(got.d_x.scalar_type(), dtype);
@@ -54,8 +52,8 @@ TEST(LinearCrossEntropy, MatchesPlainComposition) {
         const double dx_error = 1e-6 + 2e-9 * static_cast<double>(s.vocabulary);
         EXPECT_TRUE(tensors_close(got.d_x, xr.grad(), dtype == at::kFloat ? 1e-4 : 1e-2,
                                   dtype == at::kFloat ? dx_error : 2e-2));
-        EXPECT_TRUE(tensors_close(weight.grad, wr.grad() + initial.cpu(), rounded ? 1e-2 : 1e-4,
-                                  rounded ? 3e-2 : 1e-4));
+        EXPECT_TRUE(
+            tensors_close(weight.grad, wr.grad() + initial.cpu(), rounded ? 1e-2 : 1e-4, rounded ? 3e-2 : 1e-4));
         const Tensor masked = got.d_x.slice(0, 2, s.tokens, 3);
         EXPECT_EQ(masked.count_nonzero().item<int64_t>(), 0);
       }
@@ -81,13 +79,11 @@ TEST(LinearCrossEntropy, NothingToTrainIsExactlyZero) {
 TEST(LinearCrossEntropy, LargeLogitsStayFinite) {
   for (const at::Device device : test_devices()) {
     const Tensor x = at::ones({1, 1}, device);
-    const Tensor w =
-        at::tensor({3e4f, -3e4f, 0.0f, 1.0f, 2.0f, 3.0f, 4.0f, 5.0f, 6.0f}).view({9, 1}).to(device);
+    const Tensor w = at::tensor({3e4f, -3e4f, 0.0f, 1.0f, 2.0f, 3.0f, 4.0f, 5.0f, 6.0f}).view({9, 1}).to(device);
     const Parameter weight = make_parameter(w);
     const auto got = linear_cross_entropy(x, weight, at::tensor({1}, at::kInt).to(device), 1, true);
     EXPECT_NEAR(got.loss_sum.item<float>(), 6e4, 0.01);
-    EXPECT_TRUE(
-        tensors_close(weight.grad.flatten().slice(0, 0, 3), at::tensor({1.0, -1.0, 0.0}), 1e-6, 0));
+    EXPECT_TRUE(tensors_close(weight.grad.flatten().slice(0, 0, 3), at::tensor({1.0, -1.0, 0.0}), 1e-6, 0));
   }
 }
 

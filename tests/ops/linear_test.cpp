@@ -12,8 +12,8 @@ TEST(Linear, MatchesPlainComposition) {
       for (const int64_t tokens : {0, 1, 31, 160}) {
         for (const auto& [n, k] : {std::pair<int64_t, int64_t>{1, 8}, {13, 7}, {64, 96}}) {
           for (const bool biased : {false, true}) {
-            SCOPED_TRACE(fmt::format("[{}, {}] → {} {} {} bias {}", tokens, k, n,
-                                     c10::toString(dtype), device.str(), biased));
+            SCOPED_TRACE(
+                fmt::format("[{}, {}] → {} {} {} bias {}", tokens, k, n, c10::toString(dtype), device.str(), biased));
             const at::Tensor x = with_grad(random_tensor({tokens, k}, dtype, device, 1));
             const Parameter weight = make_parameter(random_tensor({n, k}, dtype, device, 2));
             const Parameter bias = make_parameter(random_tensor({n}, dtype, device, 3), "bias");
@@ -80,9 +80,8 @@ TEST(Linear, StridedInputsFrozenWeightAndInference) {
       const Parameter weight = make_parameter(frozen.value);
       const at::Tensor dy = random_tensor({8, 9}, dtype, device, 3).t();
       accumulate_weight_grad(weight.grad, dy, part);
-      EXPECT_TRUE(tensors_close(weight.grad,
-                                dy.to(at::kCPU, at::kDouble).t().mm(part.to(at::kCPU, at::kDouble)),
-                                1e-5, 1e-4));
+      EXPECT_TRUE(
+          tensors_close(weight.grad, dy.to(at::kCPU, at::kDouble).t().mm(part.to(at::kCPU, at::kDouble)), 1e-5, 1e-4));
     }
   }
 }

@@ -19,8 +19,8 @@ inline std::vector<at::Device> test_devices() {
 }
 
 // Normal values · scale, the same on every device for one seed; bf16 is the rounded fp32 value.
-inline at::Tensor random_tensor(at::IntArrayRef sizes, at::ScalarType dtype, at::Device device,
-                                int64_t seed, double scale = 1.0) {
+inline at::Tensor random_tensor(at::IntArrayRef sizes, at::ScalarType dtype, at::Device device, int64_t seed,
+                                double scale = 1.0) {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(seed));
   return at::randn(sizes, generator, at::kFloat).mul(scale).to(device, dtype);
 }
@@ -30,9 +30,7 @@ inline Parameter make_parameter(const at::Tensor& value, const std::string& name
   return {name, value, at::zeros(value.sizes(), value.options().dtype(at::kFloat))};
 }
 
-inline at::Tensor with_grad(const at::Tensor& tensor) {
-  return tensor.detach().clone().set_requires_grad(true);
-}
+inline at::Tensor with_grad(const at::Tensor& tensor) { return tensor.detach().clone().set_requires_grad(true); }
 
 // An fp64 copy on the CPU that requires a gradient: the input of a plain reference.
 inline at::Tensor reference_leaf(const at::Tensor& tensor) {
@@ -41,16 +39,14 @@ inline at::Tensor reference_leaf(const at::Tensor& tensor) {
 
 // |actual − expected| ≤ absolute + relative · |expected| everywhere, NaN equal to NaN alone. The
 // failure names the first differing coordinate and the largest difference.
-inline ::testing::AssertionResult tensors_close(const at::Tensor& actual,
-                                                const at::Tensor& expected, double relative,
+inline ::testing::AssertionResult tensors_close(const at::Tensor& actual, const at::Tensor& expected, double relative,
                                                 double absolute) {
   if (!actual.defined() || !expected.defined()) {
     if (actual.defined() == expected.defined()) return ::testing::AssertionSuccess();
     return ::testing::AssertionFailure() << "one of the tensors is undefined";
   }
   if (actual.sizes() != expected.sizes()) {
-    return ::testing::AssertionFailure()
-           << "shape " << actual.sizes() << ", expected " << expected.sizes();
+    return ::testing::AssertionFailure() << "shape " << actual.sizes() << ", expected " << expected.sizes();
   }
   const at::Tensor got = actual.detach().to(at::kCPU, at::kDouble).contiguous();
   const at::Tensor want = expected.detach().to(at::kCPU, at::kDouble).contiguous();
@@ -77,16 +73,13 @@ inline ::testing::AssertionResult tensors_close(const at::Tensor& actual,
   return ::testing::AssertionFailure() << fmt::format(
              "{} of {} elements differ; first at {}: {} instead of {}; worst at {}: {} instead of "
              "{}",
-             wrong, got.numel(), coordinate(first), a[first], b[first], coordinate(worst), a[worst],
-             b[worst]);
+             wrong, got.numel(), coordinate(first), a[first], b[first], coordinate(worst), a[worst], b[worst]);
 }
 
 // Same shape, dtype and bits (every NaN counts as equal to a NaN).
-inline ::testing::AssertionResult tensors_identical(const at::Tensor& actual,
-                                                    const at::Tensor& expected) {
+inline ::testing::AssertionResult tensors_identical(const at::Tensor& actual, const at::Tensor& expected) {
   if (actual.defined() && expected.defined() && actual.scalar_type() != expected.scalar_type()) {
-    return ::testing::AssertionFailure()
-           << "dtype " << actual.scalar_type() << ", expected " << expected.scalar_type();
+    return ::testing::AssertionFailure() << "dtype " << actual.scalar_type() << ", expected " << expected.scalar_type();
   }
   return tensors_close(actual, expected, 0.0, 0.0);
 }

@@ -8,9 +8,7 @@ namespace {
 
 using at::Tensor;
 
-Tensor scale_of(double value, at::Device device) {
-  return at::full({1}, value, at::device(device).dtype(at::kFloat));
-}
+Tensor scale_of(double value, at::Device device) { return at::full({1}, value, at::device(device).dtype(at::kFloat)); }
 
 // Buffers of n elements that start at an address of odd alignment where `offset` is odd.
 struct Buffers {
@@ -33,8 +31,7 @@ TEST(Adamw, MatchesTheFormula) {
     for (const auto moments : {at::kFloat, at::kBFloat16}) {
       for (const int64_t n : {0, 1, 7, 1024, 20011}) {
         for (const int64_t offset : {0, 1}) {
-          SCOPED_TRACE(
-              fmt::format("{} {} n={} offset {}", device.str(), c10::toString(moments), n, offset));
+          SCOPED_TRACE(fmt::format("{} {} n={} offset {}", device.str(), c10::toString(moments), n, offset));
           Buffers b(n, offset, moments, device);
           const auto plain = [](const Tensor& t) { return t.cpu().to(at::kDouble); };
           Tensor w = plain(b.master), m = plain(b.exp_avg), v = plain(b.exp_avg_sq);
@@ -42,8 +39,7 @@ TEST(Adamw, MatchesTheFormula) {
           for (step.step = 1; step.step <= 3; ++step.step) {
             step.zero_grad = step.step == 3;
             const Tensor g = plain(b.grad) * 0.5;
-            adamw_update(b.master, b.working, b.grad, b.exp_avg, b.exp_avg_sq,
-                         scale_of(0.5, device), step);
+            adamw_update(b.master, b.working, b.grad, b.exp_avg, b.exp_avg_sq, scale_of(0.5, device), step);
             const double t = static_cast<double>(step.step);
             w.mul_(1 - step.lr * step.weight_decay);
             m.lerp_(g, 1 - step.beta1);
@@ -75,8 +71,7 @@ TEST(Adamw, GateLeavesEverythingUntouched) {
       for (const Tensor& t : b.all()) before.push_back(t.clone());
       b.grad.fill_(std::nan(""));
       const AdamwStep step{1e-2, 0.9, 0.95, 1e-8, 0.1, 1, true};
-      adamw_update(b.master, b.working, b.grad, b.exp_avg, b.exp_avg_sq, scale_of(scale, device),
-                   step);
+      adamw_update(b.master, b.working, b.grad, b.exp_avg, b.exp_avg_sq, scale_of(scale, device), step);
       before[2].zero_();  // the gradient
       for (size_t i = 0; i < before.size(); ++i) {
         EXPECT_TRUE(tensors_identical(b.all()[i], before[i])) << "buffer " << i;
@@ -114,8 +109,8 @@ Tensor orthogonal(Tensor u) {
 
 TEST(Muon, MatchesOneMatrixAtATime) {
   for (const at::Device device : test_devices()) {
-    for (const auto& sizes : std::vector<std::vector<int64_t>>{
-             {1, 1, 1}, {3, 16, 40}, {2, 31, 13}, {4, 64, 64}, {1, 7, 96}, {0, 4, 4}}) {
+    for (const auto& sizes :
+         std::vector<std::vector<int64_t>>{{1, 1, 1}, {3, 16, 40}, {2, 31, 13}, {4, 64, 64}, {1, 7, 96}, {0, 4, 4}}) {
       SCOPED_TRACE(c10::str(device, " ", sizes));
       const Tensor grad = random_tensor(sizes, at::kFloat, device, 1);
       const Tensor master = random_tensor(sizes, at::kFloat, device, 2, 0.02);
@@ -159,8 +154,7 @@ TEST(Reductions, SumOfSquaresAddsUp) {
   for (const at::Device device : test_devices()) {
     for (const int64_t n : {0, 1, 7, 8, 65536, 400003}) {
       for (const int64_t offset : {0, 1, 3}) {
-        const Tensor flat =
-            random_tensor({n + offset}, at::kFloat, device, n, 1e3).slice(0, offset);
+        const Tensor flat = random_tensor({n + offset}, at::kFloat, device, n, 1e3).slice(0, offset);
         const Tensor total = at::full({1}, 2.5, at::device(device).dtype(at::kDouble));
         add_sum_of_squares(flat, total);
         add_sum_of_squares(flat, total);

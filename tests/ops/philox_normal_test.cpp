@@ -52,8 +52,7 @@ TEST(PhiloxNormal, EveryCutOfATensorGivesTheSameElements) {
       const at::Tensor whole = normals(10007, 5, "w", 0, 0.02, dtype, device);
       for (const int64_t first : {0, 1, 2, 3, 4, 4095, 9973}) {
         for (const int64_t n : {0, 1, 3, 5, 34}) {
-          EXPECT_TRUE(tensors_identical(normals(n, 5, "w", first, 0.02, dtype, device),
-                                        whole.narrow(0, first, n)))
+          EXPECT_TRUE(tensors_identical(normals(n, 5, "w", first, 0.02, dtype, device), whole.narrow(0, first, n)))
               << first << " + " << n;
         }
       }
@@ -71,9 +70,8 @@ TEST(PhiloxNormal, EqualOnEveryDevice) {
 
 TEST(PhiloxNormal, Bf16IsTheRoundedFp32Value) {
   for (const at::Device device : test_devices()) {
-    EXPECT_TRUE(
-        tensors_identical(normals(1001, 1, "w", 0, 0.02, at::kBFloat16, device),
-                          normals(1001, 1, "w", 0, 0.02, at::kFloat, device).to(at::kBFloat16)));
+    EXPECT_TRUE(tensors_identical(normals(1001, 1, "w", 0, 0.02, at::kBFloat16, device),
+                                  normals(1001, 1, "w", 0, 0.02, at::kFloat, device).to(at::kBFloat16)));
   }
 }
 
@@ -87,15 +85,11 @@ TEST(PhiloxNormal, MomentsAndTailsAreThoseOfANormal) {
   EXPECT_NEAR(x.pow(4).mean().item<double>(), 3.0, 4 * error * std::sqrt(96.0));
   for (const double z : {-3.0, -1.0, -0.1, 0.0, 0.5, 2.0, 4.0}) {  // the distribution function
     const double want = 0.5 * std::erfc(-z / std::sqrt(2.0));
-    EXPECT_NEAR(x.lt(z).to(at::kDouble).mean().item<double>(), want,
-                4 * error * std::sqrt(want * (1 - want)))
-        << z;
+    EXPECT_NEAR(x.lt(z).to(at::kDouble).mean().item<double>(), want, 4 * error * std::sqrt(want * (1 - want))) << z;
   }
   // Neighbours (of one Box-Muller pair, and of one block) do not correlate.
   for (const int64_t lag : {1, 2, 3, 4}) {
-    EXPECT_NEAR((x.narrow(0, 0, n - lag) * x.narrow(0, lag, n - lag)).mean().item<double>(), 0.0,
-                4.5 * error)
-        << lag;
+    EXPECT_NEAR((x.narrow(0, 0, n - lag) * x.narrow(0, lag, n - lag)).mean().item<double>(), 0.0, 4.5 * error) << lag;
   }
   EXPECT_TRUE(x.isfinite().all().item<bool>());
 }

@@ -13,8 +13,7 @@ struct Shape {
 };
 
 // As transformers writes it: norm each head, then x · cos + rotate_half(x) · sin.
-at::Tensor plain_head(const at::Tensor& x, const at::Tensor& norm, const at::Tensor& cos,
-                      const at::Tensor& sin) {
+at::Tensor plain_head(const at::Tensor& x, const at::Tensor& norm, const at::Tensor& cos, const at::Tensor& sin) {
   const at::Tensor normed = x * (x.pow(2).mean(-1, true) + kEps).rsqrt() * norm;
   const auto halves = normed.chunk(2, -1);
   const at::Tensor rotated = at::cat({-halves[1], halves[0]}, -1);
@@ -28,34 +27,29 @@ at::Tensor some_positions(int64_t tokens, at::Device device) {
 }
 
 TEST(QkNormRope, MatchesPlainComposition) {
-  const Shape shapes[] = {{0, 2, 1, 8},    {1, 1, 1, 2},    {5, 4, 2, 16},   {19, 3, 3, 6},
-                          {33, 5, 2, 64},  {301, 4, 1, 32}, {67, 8, 2, 128}, {9, 2, 1, 256},
-                          {13, 2, 2, 130}, {6, 1, 1, 96}};
+  const Shape shapes[] = {{0, 2, 1, 8},    {1, 1, 1, 2},    {5, 4, 2, 16},  {19, 3, 3, 6},   {33, 5, 2, 64},
+                          {301, 4, 1, 32}, {67, 8, 2, 128}, {9, 2, 1, 256}, {13, 2, 2, 130}, {6, 1, 1, 96}};
   for (const at::Device device : test_devices()) {
     for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
       for (const auto& [tokens, q_heads, kv_heads, size] : shapes) {
-        SCOPED_TRACE(fmt::format("{} tokens, {} and {} heads of {} {} {}", tokens, q_heads,
-                                 kv_heads, size, c10::toString(dtype), device.str()));
-        const at::Tensor qkv =
-            with_grad(random_tensor({tokens, (q_heads + 2 * kv_heads) * size}, dtype, device, 1));
+        SCOPED_TRACE(fmt::format("{} tokens, {} and {} heads of {} {} {}", tokens, q_heads, kv_heads, size,
+                                 c10::toString(dtype), device.str()));
+        const at::Tensor qkv = with_grad(random_tensor({tokens, (q_heads + 2 * kv_heads) * size}, dtype, device, 1));
         const Parameter q_norm = make_parameter(random_tensor({size}, dtype, device, 2), "q_norm");
         const Parameter k_norm = make_parameter(random_tensor({size}, dtype, device, 3), "k_norm");
-        const RopeTable table =
-            make_rope_table(rope_inverse_frequencies(1e4, size), 50, 1.0, device);
+        const RopeTable table = make_rope_table(rope_inverse_frequencies(1e4, size), 50, 1.0, device);
         const at::Tensor positions = some_positions(tokens, device);
-        const auto [q, k, v] =
-            qk_norm_rope(qkv, q_norm, k_norm, table, positions, q_heads, kv_heads, kEps);
+        const auto [q, k, v] = qk_norm_rope(qkv, q_norm, k_norm, table, positions, q_heads, kv_heads, kEps);
         const at::Tensor dq = random_tensor({tokens, q_heads, size}, dtype, device, 4);
         const at::Tensor dk = random_tensor({tokens, kv_heads, size}, dtype, device, 5);
         const at::Tensor dv = random_tensor({tokens, kv_heads, size}, dtype, device, 6);
-        ((q * dq).sum(at::kDouble) + (k * dk).sum(at::kDouble) + (v * dv).sum(at::kDouble))
-            .backward();
+        ((q * dq).sum(at::kDouble) + (k * dk).sum(at::kDouble) + (v * dv).sum(at::kDouble)).backward();
 
         const at::Tensor x = reference_leaf(qkv);
         const at::Tensor rq_norm = reference_leaf(q_norm.value);
         const at::Tensor rk_norm = reference_leaf(k_norm.value);
-        const auto heads = x.unflatten(1, {q_heads + 2 * kv_heads, size})
-                               .split_with_sizes({q_heads, kv_heads, kv_heads}, 1);
+        const auto heads =
+            x.unflatten(1, {q_heads + 2 * kv_heads, size}).split_with_sizes({q_heads, kv_heads, kv_heads}, 1);
         const at::Tensor cos = table.cos.cpu().index_select(0, positions.cpu()).to(at::kDouble);
         const at::Tensor sin = table.sin.cpu().index_select(0, positions.cpu()).to(at::kDouble);
         const at::Tensor rq = plain_head(heads[0], rq_norm, cos, sin);
@@ -127,8 +121,7 @@ TEST(QkNormRope, ValuesShareMemoryAndStridedInputWorks) {
     EXPECT_EQ(v.const_data_ptr<float>(), qkv.const_data_ptr<float>() + 24);
     EXPECT_EQ(v.stride(0), 32);
     EXPECT_FALSE(q.requires_grad());
-    const auto [q2, k2, v2] =
-        qk_norm_rope(wide.narrow(1, 16, 32), norm, norm, table, positions, 2, 1, kEps);
+    const auto [q2, k2, v2] = qk_norm_rope(wide.narrow(1, 16, 32), norm, norm, table, positions, 2, 1, kEps);
     EXPECT_TRUE(tensors_identical(q2, q));
     EXPECT_TRUE(tensors_identical(k2, k));
     EXPECT_TRUE(tensors_identical(v2, v));

@@ -31,13 +31,13 @@ struct Routed {
   Tensor d_x, d_weight;
 };
 
-Routed run(const Tensor& x, const Tensor& weight, const Tensor& bias, const Case& c,
-           const Tensor& d_weights, const std::shared_ptr<RouterBalance>& balance) {
+Routed run(const Tensor& x, const Tensor& weight, const Tensor& bias, const Case& c, const Tensor& d_weights,
+           const std::shared_ptr<RouterBalance>& balance) {
   const Tensor leaf = with_grad(x);
   const Parameter parameter = make_parameter(weight);
   WeightGradQueue queue;
-  const RouterOutput out = router(leaf, parameter, bias, c.groups,
-                                  {c.top_k, c.normalize, c.scale, c.forced}, balance, queue);
+  const RouterOutput out =
+      router(leaf, parameter, bias, c.groups, {c.top_k, c.normalize, c.scale, c.forced}, balance, queue);
   out.weights.backward(d_weights);
   queue.run_all();
   return {out, leaf.grad(), parameter.grad};
@@ -58,13 +58,11 @@ TEST(Router, MatchesPlainComposition) {
   for (const at::Device device : test_devices()) {
     for (const auto dtype : {at::kFloat, at::kBFloat16}) {
       for (const Case& c : kCases) {
-        SCOPED_TRACE(fmt::format("{} {} T={} H={} E={} k={} G={}", device.str(),
-                                 c10::toString(dtype), c.tokens, c.hidden, c.experts, c.top_k,
-                                 c.groups));
+        SCOPED_TRACE(fmt::format("{} {} T={} H={} E={} k={} G={}", device.str(), c10::toString(dtype), c.tokens,
+                                 c.hidden, c.experts, c.top_k, c.groups));
         const Tensor x = random_tensor({c.tokens, c.hidden}, dtype, device, 1);
         const Tensor w = random_tensor({c.experts, c.hidden}, dtype, device, 2, 0.5);
-        const Tensor bias =
-            c.bias ? random_tensor({c.experts}, at::kFloat, device, 3, 0.1) : Tensor();
+        const Tensor bias = c.bias ? random_tensor({c.experts}, at::kFloat, device, 3, 0.1) : Tensor();
         const Tensor d_weights = random_tensor({c.tokens, c.top_k}, at::kFloat, device, 4);
         const auto balance = std::make_shared<RouterBalance>();
         if (c.balance) {
@@ -98,8 +96,7 @@ TEST(Router, MatchesPlainComposition) {
         EXPECT_TRUE(tensors_close(got.out.probability_sums, grouped, 1e-5, 1e-5));
         EXPECT_TRUE(tensors_close(got.out.z_sum, lse2.detach().view({1}), 1e-5, 1e-5));
         Tensor counts = at::zeros({c.groups, c.experts}, at::kLong);
-        counts.scatter_add_(1, ids.view({c.groups, -1}),
-                            at::ones({c.groups, ids.numel() / c.groups}, at::kLong));
+        counts.scatter_add_(1, ids.view({c.groups, -1}), at::ones({c.groups, ids.numel() / c.groups}, at::kLong));
         EXPECT_TRUE(at::equal(got.out.counts.cpu().to(at::kLong), counts));
         const double rounding = dtype == at::kFloat ? 1e-5 : 1e-2;
         EXPECT_TRUE(tensors_close(got.d_x, xr.grad(), rounding, rounding));
@@ -114,8 +111,7 @@ TEST(Router, MatchesPlainComposition) {
 TEST(Router, BalanceLossReachesTheLogits) {
   for (const at::Device device : test_devices()) {
     const Tensor x = at::eye(2, at::device(device).dtype(at::kFloat));
-    const Tensor w =
-        at::tensor({std::log(3.0f), std::log(3.0f), 0.0f, 0.0f}).view({2, 2}).to(device);
+    const Tensor w = at::tensor({std::log(3.0f), std::log(3.0f), 0.0f, 0.0f}).view({2, 2}).to(device);
     for (const double coefficient : {0.0, 1.0, 2.0}) {
       const Case c{2, 2, 2, 1, 1};
       const auto balance = std::make_shared<RouterBalance>();
@@ -127,8 +123,7 @@ TEST(Router, BalanceLossReachesTheLogits) {
       balance->gradient = balance_gradient(expert_fractions(out.counts, 2, 1), 2, coefficient);
       out.weights.backward(at::zeros_like(out.weights));
       queue.run_all();
-      const Tensor expected =
-          at::tensor({0.1875f, 0.1875f, -0.1875f, -0.1875f}).view({2, 2}) * coefficient;
+      const Tensor expected = at::tensor({0.1875f, 0.1875f, -0.1875f, -0.1875f}).view({2, 2}) * coefficient;
       EXPECT_TRUE(tensors_close(parameter.grad, expected, 0.0, coefficient == 0 ? 0.0 : 1e-6));
     }
   }
@@ -137,8 +132,7 @@ TEST(Router, BalanceLossReachesTheLogits) {
 double collapse_value(const Tensor& logits, int64_t top_k) {
   WeightGradQueue queue;
   const Tensor x = at::eye(logits.size(0));
-  const RouterOutput out =
-      router(x, make_parameter(logits.t().contiguous()), {}, 1, {top_k}, {}, queue);
+  const RouterOutput out = router(x, make_parameter(logits.t().contiguous()), {}, 1, {top_k}, {}, queue);
   return balance_loss(out.counts, out.probability_sums, logits.size(0), top_k).item<double>();
 }
 

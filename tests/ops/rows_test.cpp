@@ -23,9 +23,9 @@ struct Shape {
   bool holes;
 };
 
-const std::vector<Shape> kShapes = {
-    {0, 2, 4, false},    {1, 1, 1, false},     {1, 2, 8, false},      {7, 3, 5, true},
-    {513, 4, 16, false}, {1031, 8, 128, true}, {3000, 2, 1000, true}, {64, 1, 64, false}};
+const std::vector<Shape> kShapes = {{0, 2, 4, false},      {1, 1, 1, false},    {1, 2, 8, false},
+                                    {7, 3, 5, true},       {513, 4, 16, false}, {1031, 8, 128, true},
+                                    {3000, 2, 1000, true}, {64, 1, 64, false}};
 
 TEST(ExpertPermutation, IsAStableSort) {
   for (const at::Device device : test_devices()) {
@@ -44,13 +44,11 @@ TEST(ExpertPermutation, IsAStableSort) {
       sources.slice(0, rows).fill_(-1);
       Tensor rows_of_source = at::full({s.tokens * s.top_k}, -1, at::kInt);
       rows_of_source.index_put_({order.slice(0, 0, rows)}, at::arange(rows, at::kInt));
-      const Tensor ends =
-          at::bincount(keys, {}, s.experts + 1).slice(0, 0, s.experts).cumsum(0).to(at::kInt);
+      const Tensor ends = at::bincount(keys, {}, s.experts + 1).slice(0, 0, s.experts).cumsum(0).to(at::kInt);
       EXPECT_TRUE(tensors_identical(got.offsets, ends));
       EXPECT_TRUE(tensors_identical(got.slot_of_row, slots));
       EXPECT_TRUE(tensors_identical(got.map.source_of_row, sources));
-      EXPECT_TRUE(
-          tensors_identical(got.map.rows_of_source, rows_of_source.view({s.tokens, s.top_k})));
+      EXPECT_TRUE(tensors_identical(got.map.rows_of_source, rows_of_source.view({s.tokens, s.top_k})));
     }
   }
 }
@@ -61,10 +59,10 @@ TEST(Rows, GatherAndSumMatchIndexing) {
       for (const Shape& s : kShapes) {
         for (const int64_t width : {1, 7, 8, 40, 264}) {
           if (s.tokens > 1000 && width > 8) continue;
-          SCOPED_TRACE(fmt::format("{} {} T={} k={} E={} H={}", device.str(), c10::toString(dtype),
-                                   s.tokens, s.top_k, s.experts, width));
-          const ExpertPermutation permutation = expert_permutation(
-              random_experts(s.tokens, s.top_k, s.experts, s.holes).to(device), s.experts);
+          SCOPED_TRACE(fmt::format("{} {} T={} k={} E={} H={}", device.str(), c10::toString(dtype), s.tokens, s.top_k,
+                                   s.experts, width));
+          const ExpertPermutation permutation =
+              expert_permutation(random_experts(s.tokens, s.top_k, s.experts, s.holes).to(device), s.experts);
           const RowMap& map = permutation.map;
           const int64_t rows = s.tokens * s.top_k;
           const Tensor x = with_grad(random_tensor({s.tokens, width}, dtype, device, 1));
@@ -104,8 +102,7 @@ TEST(Rows, GatherAndSumMatchIndexing) {
 
 TEST(Rows, SumWithoutResidualAndValues) {
   for (const at::Device device : test_devices()) {
-    const ExpertPermutation permutation =
-        expert_permutation(random_experts(37, 3, 6, true).to(device), 6);
+    const ExpertPermutation permutation = expert_permutation(random_experts(37, 3, 6, true).to(device), 6);
     const Tensor ones = at::ones({111, 5}, device);
     const Tensor expected = (permutation.map.rows_of_source >= 0).sum(1, true).expand({37, 5});
     EXPECT_TRUE(tensors_close(sum_rows(ones, permutation.map, {}), expected, 0, 0));
@@ -140,8 +137,7 @@ TEST(SlowRows, MoreElementsThan32Bits) {
     for (const Big& big : {Big{2048, 8, 131'073}, Big{2880, 4, 186'414}}) {
       const int64_t rows = big.tokens * big.top_k;
       const Tensor pattern = random_tensor({4099, big.hidden}, at::kBFloat16, device, 1);
-      const Tensor x =
-          pattern.repeat({(big.tokens + 4098) / 4099, 1}).slice(0, 0, big.tokens).contiguous();
+      const Tensor x = pattern.repeat({(big.tokens + 4098) / 4099, 1}).slice(0, 0, big.tokens).contiguous();
       const Tensor experts = (at::arange(rows, at::kInt) % 61).view({-1, big.top_k}).to(device);
       const ExpertPermutation permutation = expert_permutation(experts, 61);
       const Tensor gathered = gather_rows(x, permutation.map, rows);

@@ -18,12 +18,10 @@ TEST(Swiglu, MatchesPlainComposition) {
       for (const int64_t rows : {0, 1, 13, 257}) {
         for (const int64_t width : {1, 8, 13, 48, 768}) {
           for (const bool weighted : {false, true}) {
-            SCOPED_TRACE(fmt::format("[{}, 2·{}] {} {} weighted {}", rows, width,
-                                     c10::toString(dtype), device.str(), weighted));
-            const at::Tensor gate_up =
-                with_grad(random_tensor({rows, 2 * width}, dtype, device, 1, 3.0));
-            const at::Tensor weight =
-                weighted ? with_grad(random_tensor({rows}, at::kFloat, device, 2)) : at::Tensor();
+            SCOPED_TRACE(
+                fmt::format("[{}, 2·{}] {} {} weighted {}", rows, width, c10::toString(dtype), device.str(), weighted));
+            const at::Tensor gate_up = with_grad(random_tensor({rows, 2 * width}, dtype, device, 1, 3.0));
+            const at::Tensor weight = weighted ? with_grad(random_tensor({rows}, at::kFloat, device, 2)) : at::Tensor();
             const at::Tensor d = random_tensor({rows, width}, dtype, device, 3);
             const at::Tensor y = swiglu(gate_up, weight);
             EXPECT_EQ(y.scalar_type(), dtype);
@@ -49,13 +47,11 @@ TEST(Swiglu, MatchesPlainComposition) {
 
 TEST(Swiglu, ExtremeGatesStayFinite) {
   for (const at::Device device : test_devices()) {
-    const at::Tensor gate =
-        at::tensor({-1e4f, -200.0f, -88.0f, -87.0f, -0.0f, 87.0f, 200.0f, 1e4f});
+    const at::Tensor gate = at::tensor({-1e4f, -200.0f, -88.0f, -87.0f, -0.0f, 87.0f, 200.0f, 1e4f});
     const at::Tensor gate_up = with_grad(at::cat({gate, at::ones(8)}).unsqueeze(0).to(device));
     const at::Tensor y = swiglu(gate_up);
     y.sum().backward();
-    EXPECT_TRUE(tensors_close(
-        y, at::tensor({0.0, 0.0, 0.0, 0.0, 0.0, 87.0, 200.0, 1e4}).unsqueeze(0), 1e-6, 1e-30));
+    EXPECT_TRUE(tensors_close(y, at::tensor({0.0, 0.0, 0.0, 0.0, 0.0, 87.0, 200.0, 1e4}).unsqueeze(0), 1e-6, 1e-30));
     EXPECT_TRUE(gate_up.grad().isfinite().all().item<bool>()) << gate_up.grad();
     const at::Tensor broken = swiglu(at::full({1, 2}, NAN, at::TensorOptions().device(device)));
     EXPECT_TRUE(broken.isnan().all().item<bool>());  // never swallowed

@@ -12,10 +12,8 @@ std::vector<int32_t> starts_of(const std::vector<int32_t>& lengths) {
   return starts;
 }
 
-at::Tensor outputs(ToyModel& toy, const std::vector<int32_t>& tokens,
-                   const std::vector<int32_t>& starts) {
-  return toy.executor().hidden_states(
-      make_micro_batch(tokens, tokens, starts, 1, 64, /*documents=*/true, at::kCPU));
+at::Tensor outputs(ToyModel& toy, const std::vector<int32_t>& tokens, const std::vector<int32_t>& starts) {
+  return toy.executor().hidden_states(make_micro_batch(tokens, tokens, starts, 1, 64, /*documents=*/true, at::kCPU));
 }
 
 TEST(Documents, ATokenReachesOnlyItsOwnDocument) {

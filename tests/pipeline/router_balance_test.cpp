@@ -19,8 +19,7 @@ at::Tensor balance_only(const ToyOptions& options, int64_t micro_batch, int64_t 
 }
 
 TEST(RouterBalance, TheCoefficientIsAFactor) {
-  for (const BalanceMode mode :
-       {BalanceMode::kMicro, BalanceMode::kSequence, BalanceMode::kGlobal}) {
+  for (const BalanceMode mode : {BalanceMode::kMicro, BalanceMode::kSequence, BalanceMode::kGlobal}) {
     ToyOptions options;
     options.balance = mode;
     EXPECT_EQ(balance_only(options, 2, 4).abs().max().item<double>(), 0.0);
@@ -35,14 +34,12 @@ TEST(RouterBalance, TheCoefficientIsAFactor) {
 TEST(RouterBalance, TheGradientIsTheSameAtEveryLayout) {
   ToyOptions options;
   options.coef = 0.1;
-  for (const BalanceMode mode :
-       {BalanceMode::kMicro, BalanceMode::kSequence, BalanceMode::kGlobal}) {
+  for (const BalanceMode mode : {BalanceMode::kMicro, BalanceMode::kSequence, BalanceMode::kGlobal}) {
     options.balance = mode;
     const at::Tensor reference = balance_only(options, 1, 1);
     for (const int64_t micro_batch : {1, 2}) {
       for (const int64_t micro_batches : {1, 2, 4}) {
-        EXPECT_LE(relative_difference(
-                      balance_only(options, micro_batch, micro_batch * micro_batches), reference),
+        EXPECT_LE(relative_difference(balance_only(options, micro_batch, micro_batch * micro_batches), reference),
                   1e-5);
       }
     }

@@ -32,11 +32,10 @@ struct ToyOptions {
 class ToyModel {
  public:
   explicit ToyModel(const ToyOptions& options)
-      : model_(open_model(Json::parse(toy_config(options.layers, options.tied, options.top_k),
-                                      "toy", ExitCode::kUsage))),
+      : model_(
+            open_model(Json::parse(toy_config(options.layers, options.tied, options.top_k), "toy", ExitCode::kUsage))),
         store_({}),
-        tracker_({options.balance, options.coef, options.z_loss, options.layers, 8, options.top_k},
-                 at::kCPU) {
+        tracker_({options.balance, options.coef, options.z_loss, options.layers, 8, options.top_k}, at::kCPU) {
     add_model_parameters(*model_, store_);
     store_.initialize(options.seed);
     Executor::Options executor;
@@ -46,9 +45,8 @@ class ToyModel {
 
   // One accumulation over `sequences` (tokens and targets [B][S]) in micro-batches; gradients stay
   // in the store. Returns the loss: mean over all targets.
-  double accumulate(const std::vector<std::vector<int32_t>>& tokens,
-                    const std::vector<std::vector<int32_t>>& targets, int64_t micro_batch,
-                    double loss_weight = 1.0) {
+  double accumulate(const std::vector<std::vector<int32_t>>& tokens, const std::vector<std::vector<int32_t>>& targets,
+                    int64_t micro_batch, double loss_weight = 1.0) {
     const int64_t sequences = static_cast<int64_t>(tokens.size());
     const int64_t length = static_cast<int64_t>(tokens[0].size());
     int64_t valid = 0;
@@ -65,9 +63,8 @@ class ToyModel {
       }
       const std::vector<int32_t> starts(flat_tokens.size(), 0);
       const double scale = valid > 0 ? loss_weight / static_cast<double>(valid) : 0.0;
-      executor_->train(
-          make_micro_batch(flat_tokens, flat_targets, starts, micro_batch, length, false, at::kCPU),
-          scale, sum);
+      executor_->train(make_micro_batch(flat_tokens, flat_targets, starts, micro_batch, length, false, at::kCPU), scale,
+                       sum);
     }
     tracker_.end_step();
     return valid > 0 ? sum.item<double>() / static_cast<double>(valid) : 0.0;
@@ -95,8 +92,8 @@ class ToyModel {
   std::optional<Executor> executor_;
 };
 
-inline std::vector<std::vector<int32_t>> random_tokens(int64_t sequences, int64_t length,
-                                                       uint64_t seed, int32_t vocab = 512) {
+inline std::vector<std::vector<int32_t>> random_tokens(int64_t sequences, int64_t length, uint64_t seed,
+                                                       int32_t vocab = 512) {
   std::vector<std::vector<int32_t>> rows(sequences, std::vector<int32_t>(length));
   for (auto& row : rows) {
     for (int32_t& token : row) {

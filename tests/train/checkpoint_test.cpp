@@ -32,8 +32,7 @@ TEST(CheckpointTest, BytesDoNotDependOnTheSplit) {
         const TemporaryFolder folder;
         CheckpointWriterOptions options = options_for(folder, /*async=*/ranks % 2 == 0);
         options.state_dtype = state;
-        save_as_ranks(toy, cut(toy, ranks, 11 * static_cast<unsigned>(ranks), 1, state), options,
-                      1);
+        save_as_ranks(toy, cut(toy, ranks, 11 * static_cast<unsigned>(ranks), 1, state), options, 1);
         const auto files = contents(step_folder(options.dir, 1));
         if (first.empty()) first = files;
         ASSERT_GT(files.size(), 10u);
@@ -78,9 +77,9 @@ TEST(CheckpointTest, ExpertsKeepTheirOwnNumbers) {
   for (const CheckpointTensor& entry : toy.entries) {
     const double e = number(entry.tensor.name);
     const int64_t n = entry.tensor.elements();
-    owned[e < 0 ? 0 : static_cast<size_t>(e / 2)].push_back(
-        {&entry.tensor, 0, n, at::full({n}, e, at::kFloat), at::full({n}, e + 0.25, at::kFloat),
-         at::full({n}, e + 0.5, at::kFloat)});
+    owned[e < 0 ? 0 : static_cast<size_t>(e / 2)].push_back({&entry.tensor, 0, n, at::full({n}, e, at::kFloat),
+                                                             at::full({n}, e + 0.25, at::kFloat),
+                                                             at::full({n}, e + 0.5, at::kFloat)});
   }
   save_as_ranks(toy, owned, options_for(folder), 1);
   Logger log;
@@ -240,8 +239,7 @@ TEST(CheckpointTest, RangesThatLeaveAHoleAreRefused) {
   owned[0].pop_back();
   Logger log;
   CheckpointWriter writer(options_for(folder), toy.entries, log);
-  expect_error(ExitCode::kDeviceFault, {"bytes of the"},
-               [&] { writer.save(toy_content(toy, owned[0], 1)); });
+  expect_error(ExitCode::kDeviceFault, {"bytes of the"}, [&] { writer.save(toy_content(toy, owned[0], 1)); });
   EXPECT_TRUE(step_folders(folder / "checkpoints").empty());
 }
 
@@ -293,8 +291,7 @@ TEST(CheckpointTest, AFullDiskLeavesEarlierCheckpointsAlone) {
 }
 
 // Saves steps 1, 2, 3 … and reports each on `report` once save() has returned.
-[[noreturn]] void save_forever(const ToyModel& toy, const CheckpointWriterOptions& options,
-                               int64_t step, int report) {
+[[noreturn]] void save_forever(const ToyModel& toy, const CheckpointWriterOptions& options, int64_t step, int report) {
   Logger log;
   CheckpointWriter writer(options, toy.entries, log);
   for (;; ++step) {
@@ -353,8 +350,7 @@ TEST(TrainerStateTest, ChangesThatAlterTheRunAreRefusedWithBothValues) {
   refuses({"optimizer.name", "adamw", "muon"}, [](auto& s) { s.optimizer = "muon"; });
   refuses({"state_dtype", "fp32", "bf16"}, [](auto& s) { s.state_dtype = "bf16"; });
   const Json other = Json::parse(toy_config_text(16), "current");
-  expect_error(ExitCode::kUsage, {"num_experts", "16", "8"},
-               [&] { check_resumable(saved, config, saved, other); });
+  expect_error(ExitCode::kUsage, {"num_experts", "16", "8"}, [&] { check_resumable(saved, config, saved, other); });
 }
 
 TEST(TrainerStateTest, BothStylesOfAConfigAreOneModel) {

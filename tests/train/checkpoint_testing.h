@@ -44,8 +44,7 @@ class TemporaryFolder {
 };
 
 struct ToyModel {
-  explicit ToyModel(OptimizerName name = OptimizerName::kAdamW,
-                    const std::string& config_text = toy_config_text())
+  explicit ToyModel(OptimizerName name = OptimizerName::kAdamW, const std::string& config_text = toy_config_text())
       : optimizer(name),
         text(config_text),
         model(open_model(Json::parse(text, "toy"))),
@@ -59,17 +58,15 @@ struct ToyModel {
 };
 
 // A value that no other (tensor, element, kind, version) has nearby.
-inline at::Tensor toy_values(const HubTensor& tensor, int64_t begin, int64_t end, int kind,
-                             int64_t version) {
-  const double base = static_cast<double>(std::hash<std::string>{}(tensor.name) % 9973) +
-                      0.25 * kind + 10007.0 * static_cast<double>(version);
+inline at::Tensor toy_values(const HubTensor& tensor, int64_t begin, int64_t end, int kind, int64_t version) {
+  const double base = static_cast<double>(std::hash<std::string>{}(tensor.name) % 9973) + 0.25 * kind +
+                      10007.0 * static_cast<double>(version);
   return at::arange(begin, end, at::kDouble).mul_(1.0 / 64).add_(base).to(at::kFloat);
 }
 
 // Every tensor cut at random places, the pieces dealt among `ranks`. Filled with toy_values of
 // `version`, or zeros where it is negative.
-inline std::vector<std::vector<OwnedRange>> cut(const ToyModel& toy, size_t ranks, unsigned seed,
-                                                int64_t version,
+inline std::vector<std::vector<OwnedRange>> cut(const ToyModel& toy, size_t ranks, unsigned seed, int64_t version,
                                                 at::ScalarType state = at::kFloat) {
   std::mt19937 random(seed);
   std::vector<std::vector<OwnedRange>> owned(ranks);
@@ -83,8 +80,7 @@ inline std::vector<std::vector<OwnedRange>> cut(const ToyModel& toy, size_t rank
     for (size_t i = 0; i + 1 < cuts.size(); ++i) {
       const int64_t begin = cuts[i], end = cuts[i + 1];
       const auto values = [&](int kind, at::ScalarType dtype) {
-        return version < 0 ? at::zeros({end - begin}, dtype)
-                           : toy_values(tensor, begin, end, kind, version).to(dtype);
+        return version < 0 ? at::zeros({end - begin}, dtype) : toy_values(tensor, begin, end, kind, version).to(dtype);
       };
       OwnedRange range{&tensor, begin, end, values(0, at::kFloat), {}, {}};
       if (entry.exp_avg) range.exp_avg = values(1, state);
@@ -95,8 +91,7 @@ inline std::vector<std::vector<OwnedRange>> cut(const ToyModel& toy, size_t rank
   return owned;
 }
 
-inline CheckpointContent toy_content(const ToyModel& toy, std::vector<OwnedRange> ranges,
-                                     int64_t step) {
+inline CheckpointContent toy_content(const ToyModel& toy, std::vector<OwnedRange> ranges, int64_t step) {
   CheckpointContent content;
   content.state.step = step;
   content.state.consumed_sequences = step * 8;
@@ -139,8 +134,7 @@ inline void expect_filled(const std::vector<std::vector<OwnedRange>>& owned, int
       const auto check = [&](const at::Tensor& values, int kind) {
         if (!values.defined()) return;
         const at::Tensor want = toy_values(*range.tensor, range.begin, range.end, kind, version);
-        ASSERT_TRUE(values.equal(want.to(values.scalar_type())))
-            << range.tensor->name << " " << kind;
+        ASSERT_TRUE(values.equal(want.to(values.scalar_type()))) << range.tensor->name << " " << kind;
       };
       check(range.master, 0);
       check(range.exp_avg, 1);
@@ -174,8 +168,7 @@ void expect_error(ExitCode code, std::initializer_list<const char*> parts, Body 
     EXPECT_EQ(error.report().code, code) << error.what();
     EXPECT_FALSE(error.report().fix.empty());
     for (const char* part : parts) {
-      EXPECT_NE(std::string(error.what()).find(part), std::string::npos)
-          << error.what() << "\nlacks " << part;
+      EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what() << "\nlacks " << part;
     }
     return;
   }

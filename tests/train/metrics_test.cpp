@@ -19,8 +19,7 @@ namespace {
 class MetricsTest : public testing::Test {
  protected:
   void SetUp() override {
-    dir_ = (std::filesystem::temp_directory_path() / fmt::format("marrow-metrics-{}", getpid()))
-               .string();
+    dir_ = (std::filesystem::temp_directory_path() / fmt::format("marrow-metrics-{}", getpid())).string();
     std::filesystem::remove_all(dir_);
   }
   void TearDown() override { std::filesystem::remove_all(dir_); }

@@ -29,14 +29,13 @@ class ConfigTest : public testing::Test {
     std::filesystem::remove_all(folder_);
   }
 
-  static PretrainConfig read(const std::string& toml, const std::vector<std::string>& set = {},
-                             bool have_gpu = false) {
+  static PretrainConfig read(const std::string& toml, const std::vector<std::string>& set = {}, bool have_gpu = false) {
     std::ofstream("run.toml") << toml;
     return read_pretrain_config("run.toml", set, have_gpu);
   }
   // Expects a usage error whose text and fix hold these words.
-  static void expect_error(const std::string& toml, const std::vector<std::string>& set,
-                           const std::string& what, const std::string& fix) {
+  static void expect_error(const std::string& toml, const std::vector<std::string>& set, const std::string& what,
+                           const std::string& fix) {
     SCOPED_TRACE(toml + fmt::format("\n{} sets", set.size()));
     try {
       read(toml, set);
@@ -90,8 +89,8 @@ TEST_F(ConfigTest, SectionsSourcesAndOverrides) {
       "[mesh]\nep = 2\npp = \"auto\"\nschedule = \"1f1b\"\n"
       "[train]\nsteps = 10\nglobal_batch = 8\n[optimizer]\nlr = 1\nname = \"muon\"\n"
       "[log]\ntrace = [3, 4]\n",
-      {"train.steps=20", "log.dir=out/x", "data.seq_len = 64", "train.steps=30",
-       "router.balance=sequence", "train.deterministic=true"});
+      {"train.steps=20", "log.dir=out/x", "data.seq_len = 64", "train.steps=30", "router.balance=sequence",
+       "train.deterministic=true"});
   ASSERT_EQ(config.data.train.size(), 2u);
   EXPECT_EQ(config.data.train[1].path, "v");
   EXPECT_EQ(config.data.train[1].weight, 0.25);
@@ -123,8 +122,7 @@ TEST_F(ConfigTest, FaultsOfSingleKeysNamePlaceKeyAndFix) {
       {"data.seq_len = 0", "the integer 0, not an integer from 1", "data.seq_len"},
       {"train.seed = -1", "the integer -1", "an integer from 0"},
       {"train.overlap = 1", "the integer 1, not true or false", "true or false"},
-      {"train.recompute = \"all\"", "the string \"all\", not \"none\" or \"cheap\" or \"layer\"",
-       "train.recompute"},
+      {"train.recompute = \"all\"", "the string \"all\", not \"none\" or \"cheap\" or \"layer\"", "train.recompute"},
       {"train.recompute = true", "the boolean true, not \"none\"", "train.recompute"},
       {"train.dtype = \"fp8\"", "the string \"fp8\", not", "\"bf16\" or \"fp32\""},
       {"train.device = \"cuda\"", "\"cuda\"", "\"cpu\" or \"gpu\""},
@@ -150,8 +148,7 @@ TEST_F(ConfigTest, FaultsOfSingleKeysNamePlaceKeyAndFix) {
       {"log.dir = \xff", "run.toml:6:", "repair the TOML"},
       {"data.train = [\"c\",\n  {path = 7}]", "run.toml:", "repair the TOML"},  // twice
       {"data.validation = [\"v\",\n  7]", "run.toml:7:3", "prefixes"},
-      {"data.validation = [\"nowhere\"]", "data.validation: nowhere.bin does not exist",
-       "marrow tokenize"},
+      {"data.validation = [\"nowhere\"]", "data.validation: nowhere.bin does not exist", "marrow tokenize"},
       {"data.validation = [\"half\"]", "half.idx does not exist", "marrow tokenize"},
       {"model.init_from = \"gone\"", "\"gone\" does not exist", "model.init_from"},
   };
@@ -168,8 +165,7 @@ TEST_F(ConfigTest, FaultsOfOverridesNameTheOverride) {
       {"train.steps", "is no assignment", "--set SECTION.KEY=VALUE"},
       {"train.steps=", "is no assignment", "--set SECTION.KEY=VALUE"},
       {"=3", "is no assignment", "--set SECTION.KEY=VALUE"},
-      {"train.steps.x=3", "--set train.steps.x: unknown section or top-level key \"train.steps\"",
-       "train"},
+      {"train.steps.x=3", "--set train.steps.x: unknown section or top-level key \"train.steps\"", "train"},
       {"train=3", "--set train: train is a section", "[train]"},
       {"model.config=gone.json", "\"gone.json\" is no file", "config.json"},
       {"data.train=[]", "data.train is an empty list", "data/corpus"},
@@ -184,8 +180,7 @@ TEST_F(ConfigTest, FaultsOfOverridesNameTheOverride) {
 }
 
 TEST_F(ConfigTest, EachMissingRequiredKeyIsNamed) {
-  for (const std::string key :
-       {"model.config", "data.train", "train.steps", "train.global_batch", "optimizer.lr"}) {
+  for (const std::string key : {"model.config", "data.train", "train.steps", "train.global_batch", "optimizer.lr"}) {
     std::string rest;
     for (size_t start = 0; start < kFive.size();) {
       const size_t end = kFive.find('\n', start) + 1;
@@ -214,12 +209,8 @@ TEST_F(ConfigTest, FaultsBetweenKeys) {
       {{"optimizer.min_lr=2e-3"}, "min_lr 0.002 is above optimizer.lr 0.001", "optimizer.min_lr"},
       {{"optimizer.schedule=constant", "optimizer.decay_steps=5"}, "has no meaning", "\"wsd\""},
       {{"data.validate_every=5"}, "data.validation names no corpus", "data.validation"},
-      {{"mesh.cp=4", "data.seq_len=100"},
-       "data.seq_len 100 does not divide by 2 x mesh.cp = 8",
-       "to 96 or 104"},
-      {{"mesh.dp=4", "mesh.replicate=3"},
-       "mesh.replicate 3 does not divide mesh.dp 4",
-       "mesh.replicate to 2"},
+      {{"mesh.cp=4", "data.seq_len=100"}, "data.seq_len 100 does not divide by 2 x mesh.cp = 8", "to 96 or 104"},
+      {{"mesh.dp=4", "mesh.replicate=3"}, "mesh.replicate 3 does not divide mesh.dp 4", "mesh.replicate to 2"},
       {{"mesh.pp=4", "mesh.dp=4"}, "at least 2 x mesh.pp = 8 micro-batches", "global_batch to 32"},
       {{"mesh.pp=auto", "mesh.ep=auto"}, "2 dimensions of [mesh] are \"auto\"", "all but one"},
   };

@@ -17,8 +17,7 @@ namespace {
 class ReportTest : public testing::Test {
  protected:
   void SetUp() override {
-    dir_ = (std::filesystem::temp_directory_path() / fmt::format("marrow-report-{}", getpid()))
-               .string();
+    dir_ = (std::filesystem::temp_directory_path() / fmt::format("marrow-report-{}", getpid())).string();
     std::filesystem::remove_all(dir_);
   }
   void TearDown() override { std::filesystem::remove_all(dir_); }

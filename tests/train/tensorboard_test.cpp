@@ -21,8 +21,7 @@ TEST(Tensorboard, Crc32cKnownValues) {  // RFC 3720, B.4
 // The tensorboard package reads the events, checks each frame's checksum, and forgets the steps
 // that a resumed run writes anew. The oracle script knows the numbers written here.
 TEST(Tensorboard, ThePackageReadsOurEvents) {
-  const std::string dir =
-      (std::filesystem::temp_directory_path() / fmt::format("marrow-events-{}", getpid())).string();
+  const std::string dir = (std::filesystem::temp_directory_path() / fmt::format("marrow-events-{}", getpid())).string();
   std::filesystem::remove_all(dir);
   {
     TensorboardWriter writer(dir, 0);
@@ -37,8 +36,8 @@ TEST(Tensorboard, ThePackageReadsOurEvents) {
       resumed.write(step, {{"train/loss", -static_cast<double>(step)}});
     }
   }
-  const std::string command = fmt::format(
-      "{0}/.venv/bin/python {0}/tests/oracle/tensorboard_oracle.py {1}", MARROW_SOURCE_DIR, dir);
+  const std::string command =
+      fmt::format("{0}/.venv/bin/python {0}/tests/oracle/tensorboard_oracle.py {1}", MARROW_SOURCE_DIR, dir);
   EXPECT_EQ(std::system(command.c_str()), 0);
   std::filesystem::remove_all(dir);
 }
