@@ -12,7 +12,7 @@ BELOW = {
     "base": set(),
     "data": {"base"},
     "ops": {"base"},
-    "models": {"ops", "base"},
+    "models": {"parallel", "ops", "base"},
     "parallel": {"ops", "base"},
     "pipeline": {"parallel", "models", "ops", "base"},
     "train": {"pipeline", "parallel", "models", "ops", "base", "data"},
