@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "pipeline/balance_mode.h"
+#include "pipeline/pipeline_schedule.h"
 
 namespace marrow {
 
@@ -13,7 +14,6 @@ enum class OptimizerName { kAdamW, kMuon };
 enum class Recompute { kNone, kCheap, kLayer };
 enum class TrainDtype { kBf16, kFp32 };
 enum class TrainDevice { kCpu, kGpu };
-enum class PipelineSchedule { kDualPipeV, kOneFOneB };
 enum class ShardMode { kStep, kLayer };
 
 struct DataSource {

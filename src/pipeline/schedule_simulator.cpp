@@ -1,0 +1,211 @@
+#include "pipeline/schedule_simulator.h"
+
+#include <algorithm>
+#include <map>
+#include <set>
+#include <tuple>
+#include <utility>
+
+#include "base/error.h"
+
+namespace marrow {
+namespace {
+
+const Fix kScheduleFix(
+    "correct pipeline_actions (src/pipeline/pipeline_schedule.cpp): the order of this rank's actions");
+
+enum Done { kForwards, kBackwards, kWeightGrads };
+constexpr const char* kDoneNames[] = {"forward", "backward", "weight gradient"};
+using PassKey = std::tuple<Done, int64_t, int64_t>;  // slot, micro-batch
+
+struct RankState {
+  std::set<PassKey> done;
+  int64_t counts[3] = {0, 0, 0};  // by Done
+};
+
+struct SentMessage {
+  PipelineMessage message;
+  double arrival = 0;
+  bool used = false;
+};
+struct Link {
+  std::vector<SentMessage> sent;
+  int64_t taken = 0, used = 0;  // taken off the link; and given to an action
+};
+
+class Simulation {
+ public:
+  Simulation(const PipelineShape& shape, int64_t micro_batches, const RankActions& actions, const PipelineTimes& times)
+      : shape_(shape), micro_batches_(micro_batches), actions_(actions), times_(times), states_(shape.pp) {
+    timeline_.ranks.resize(shape.pp);
+  }
+
+  PipelineTimeline run() {
+    for (bool progress = true; progress;) {
+      progress = false;
+      for (int64_t rank = 0; rank < shape_.pp; ++rank) {
+        while (run_next(rank)) progress = true;
+      }
+    }
+    check_complete();
+    for (RankTimeline& rank : timeline_.ranks) {
+      rank.idle = timeline_.makespan;
+      for (const TimedAction& timed : rank.actions) rank.idle -= timed.end - timed.start;
+    }
+    return std::move(timeline_);
+  }
+
+ private:
+  // False where the rank is at its end or waits for a message.
+  bool run_next(int64_t rank) {
+    RankTimeline& line = timeline_.ranks[rank];
+    if (line.actions.size() == actions_[rank].size()) return false;
+    const PipelineAction& action = actions_[rank][line.actions.size()];
+    double start = line.actions.empty() ? 0 : line.actions.back().end;
+    if (action.kind == ActionKind::kWeightGrad) {
+      require(rank, action, {kBackwards, action.backward.slot, action.backward.micro_batch});
+    } else {
+      SentMessage* inputs[2] = {nullptr, nullptr};
+      if (!input_ready(rank, action, true, action.forward, inputs[0])) return false;
+      if (!input_ready(rank, action, false, action.backward, inputs[1])) return false;
+      for (SentMessage* input : inputs) {
+        if (input != nullptr) start = std::max(start, take(rank, action, *input));
+      }
+    }
+    const double end = start + action_time(times_, shape_, rank, action);
+    line.actions.push_back({action, start, end});
+    timeline_.makespan = std::max(timeline_.makespan, end);
+    finish(rank, action, end);
+    return true;
+  }
+
+  // Are this pass's inputs there? `message` is set where one comes from another rank.
+  bool input_ready(int64_t rank, const PipelineAction& action, bool forward, const PipelinePass& pass,
+                   SentMessage*& message) {
+    if (!pass) return true;
+    const int64_t m = pass.micro_batch, source = source_rank(shape_, rank, forward, pass.slot);
+    if (!forward) require(rank, action, {kForwards, pass.slot, m});
+    if (source < 0) return true;
+    if (source == rank) {  // the turn of the V
+      require(rank, action, {forward ? kForwards : kBackwards, 1 - pass.slot, m});
+      return true;
+    }
+    for (SentMessage& sent : links_[{source, rank}].sent) {
+      if (sent.message == PipelineMessage{forward, pass} && !sent.used) message = &sent;
+    }
+    return message != nullptr;
+  }
+
+  void require(int64_t rank, const PipelineAction& action, const PassKey& key) const {
+    const auto [done, slot, micro_batch] = key;
+    MARROW_CHECK(states_[rank].done.contains(key), ExitCode::kDeviceFault, kScheduleFix,
+                 "pipeline rank {}: {} comes before the {} of slot {}, micro-batch {}", rank, to_text(action),
+                 kDoneNames[done], slot, micro_batch);
+  }
+
+  // Takes the messages of the link up to this one; returns its arrival.
+  double take(int64_t rank, const PipelineAction& action, SentMessage& message) {
+    const auto& pass = message.message;
+    Link& link = links_[{source_rank(shape_, rank, pass.forward, pass.pass.slot), rank}];
+    link.taken = std::max<int64_t>(link.taken, &message - link.sent.data() + 1);
+    message.used = true;
+    const int64_t early = link.taken - ++link.used;
+    MARROW_CHECK(early <= kEarlyMessages, ExitCode::kDeviceFault, kScheduleFix,
+                 "pipeline rank {}: {} takes {} other messages off its link early; the most is {}", rank,
+                 to_text(action), early, kEarlyMessages);
+    return message.arrival;
+  }
+
+  void finish(int64_t rank, const PipelineAction& action, double end) {
+    RankTimeline& line = timeline_.ranks[rank];
+    const int64_t(&counts)[3] = states_[rank].counts;
+    if (action.forward) mark(rank, action, kForwards, action.forward), send(rank, true, action.forward, end);
+    line.peak_live = std::max(line.peak_live, counts[kForwards] - counts[kBackwards]);
+    if (!action.backward) return;
+    if (action.kind != ActionKind::kWeightGrad) {
+      mark(rank, action, kBackwards, action.backward), send(rank, false, action.backward, end);
+    }
+    if (action.kind != ActionKind::kBackwardInput) mark(rank, action, kWeightGrads, action.backward);
+    line.peak_deferred = std::max(line.peak_deferred, counts[kBackwards] - counts[kWeightGrads]);
+  }
+
+  void mark(int64_t rank, const PipelineAction& action, Done done, const PipelinePass& pass) {
+    RankState& state = states_[rank];
+    ++state.counts[done];
+    MARROW_CHECK(state.done.emplace(done, pass.slot, pass.micro_batch).second && pass.micro_batch < micro_batches_,
+                 ExitCode::kDeviceFault, kScheduleFix, "pipeline rank {}: {} is done twice, or of {} micro-batches",
+                 rank, to_text(action), micro_batches_);
+  }
+
+  void send(int64_t rank, bool forward, const PipelinePass& pass, double end) {
+    const int64_t target = target_rank(shape_, rank, forward, pass.slot);
+    if (target < 0 || target == rank) return;
+    links_[{rank, target}].sent.push_back({{forward, pass}, end + times_.latency});
+  }
+
+  void check_complete() {
+    for (int64_t rank = 0; rank < shape_.pp; ++rank) {
+      const size_t at = timeline_.ranks[rank].actions.size();
+      MARROW_CHECK(at == actions_[rank].size(), ExitCode::kDeviceFault, kScheduleFix,
+                   "deadlock: pipeline rank {} waits for the input of {}, action {} of {}", rank,
+                   to_text(actions_[rank][at]), at, actions_[rank].size());
+      for (const Done done : {kForwards, kBackwards, kWeightGrads}) {
+        const int64_t count = states_[rank].counts[done], wanted = shape_.slots() * micro_batches_;
+        MARROW_CHECK(count == wanted, ExitCode::kDeviceFault, kScheduleFix, "pipeline rank {} does {} {}s, not {}",
+                     rank, count, kDoneNames[done], wanted);
+      }
+    }
+    for (const auto& [ranks, link] : links_) {
+      MARROW_CHECK(link.used == std::ssize(link.sent), ExitCode::kDeviceFault, kScheduleFix,
+                   "pipeline rank {} sends {} messages to rank {}, which takes {}", ranks.first, link.sent.size(),
+                   ranks.second, link.used);
+    }
+  }
+
+  const PipelineShape& shape_;
+  const int64_t micro_batches_;
+  const RankActions& actions_;
+  const PipelineTimes& times_;
+  std::vector<RankState> states_;
+  std::map<std::pair<int64_t, int64_t>, Link> links_;  // from, to
+  PipelineTimeline timeline_;
+};
+
+}  // namespace
+
+double action_time(const PipelineTimes& times, const PipelineShape& shape, int64_t rank, const PipelineAction& action) {
+  const PipelinePass& pass = action.forward ? action.forward : action.backward;
+  const ChunkTimes& chunk = times.chunks.at(shape.chunk_at(rank, pass.slot));
+  switch (action.kind) {
+    case ActionKind::kForward:
+      return chunk.forward;
+    case ActionKind::kBackward:
+      return chunk.backward;
+    case ActionKind::kBackwardInput:
+      return chunk.backward_input;
+    case ActionKind::kWeightGrad:
+      return chunk.weight_grad;
+    case ActionKind::kForwardBackward:
+      return chunk.pair;
+  }
+  return 0;
+}
+
+double PipelineTimeline::bubble_share() const {
+  double idle = 0;
+  for (const RankTimeline& rank : ranks) idle += rank.idle;
+  return makespan > 0 ? idle / (makespan * static_cast<double>(ranks.size())) : 0;
+}
+
+RankActions all_pipeline_actions(const PipelineShape& shape, int64_t micro_batches) {
+  RankActions all;
+  for (int64_t rank = 0; rank < shape.pp; ++rank) all.push_back(pipeline_actions(shape, rank, micro_batches));
+  return all;
+}
+
+PipelineTimeline simulate_pipeline(const PipelineShape& shape, int64_t micro_batches, const RankActions& actions,
+                                   const PipelineTimes& times) {
+  return Simulation(shape, micro_batches, actions, times).run();
+}
+
+}  // namespace marrow
