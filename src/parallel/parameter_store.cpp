@@ -9,80 +9,164 @@ namespace {
 // products ask for aligned matrices.
 constexpr int64_t kAlignment = 64;
 
-int64_t element_count(const std::vector<int64_t>& shape) {
-  int64_t n = 1;
-  for (const int64_t size : shape) n *= size;
-  return n;
+int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+RankGroup place_in(const std::vector<int64_t>& ranks, int64_t rank) {
+  const auto found = std::find(ranks.begin(), ranks.end(), rank);
+  return {static_cast<int64_t>(ranks.size()), found - ranks.begin(), nullptr};
+}
+
+// Where the matrices that Muon updates begin, and where the last one ends.
+std::vector<int64_t> muon_cuts(const FlatGroup& group) {
+  std::vector<int64_t> cuts;
+  for (int64_t i = 0; i < group.muon_specs; ++i) {
+    const ParameterSpec& spec = group.specs[i];
+    const int64_t first = group.offsets[i], last = first + group.spec_elements(i);
+    int64_t at = first - group.skipped[i];
+    for (const HubTensor& part : spec.parts) {
+      const int64_t matrix = part.elements() / spec.matrices_per_part;
+      for (int64_t m = 0; m < spec.matrices_per_part; ++m, at += matrix) {
+        if (at >= first && at < last) cuts.push_back(at);
+      }
+    }
+  }
+  cuts.push_back(group.muon_elements);
+  return cuts;
+}
+
+// Equal shards, unless Muon forbids: its matrices stay whole, and the cuts come as near as they may.
+std::vector<int64_t> shard_bounds(const FlatGroup& group, int64_t shards) {
+  const int64_t total = group.offsets.back();
+  std::vector<int64_t> bounds;
+  if (group.muon_specs == 0) {
+    const int64_t size = round_up(total, kAlignment * shards) / shards;
+    for (int64_t s = 0; s <= shards; ++s) bounds.push_back(s * size);
+    return bounds;
+  }
+  const std::vector<int64_t> cuts = muon_cuts(group);
+  for (int64_t s = 0; s <= shards; ++s) {
+    const int64_t wish = std::min(round_up(total * s / shards, kAlignment), total);
+    if (wish >= group.muon_elements) {
+      bounds.push_back(wish);
+      continue;
+    }
+    const auto above = std::lower_bound(cuts.begin(), cuts.end(), wish);
+    const bool below_is_nearer = above != cuts.begin() && wish - *(above - 1) <= *above - wish;
+    bounds.push_back(below_is_nearer ? *(above - 1) : *above);
+  }
+  return bounds;
 }
 
 }  // namespace
 
+int64_t FlatGroup::spec_elements(size_t spec) const {
+  int64_t n = 1;
+  for (const int64_t size : specs[spec].shape) n *= size;
+  return n;
+}
+
+std::vector<FlatGroup::Piece> FlatGroup::pieces() const {
+  std::vector<Piece> pieces;
+  for (size_t i = 0; i < specs.size(); ++i) {
+    const int64_t low = std::max(offsets[i], begin()), high = std::min(offsets[i] + spec_elements(i), end());
+    int64_t at = offsets[i] - skipped[i];
+    for (const HubTensor& part : specs[i].parts) {
+      const int64_t first = std::max(low, at), last = std::min(high, at + part.elements());
+      if (first < last) pieces.push_back({i, &part, first - at, last - at, first - begin()});
+      at += part.elements();
+    }
+  }
+  return pieces;
+}
+
+void ParameterStore::Options::place(const Mesh& mesh) {
+  ep = place_in(mesh.expert_group(), mesh.rank);
+  dense = place_in(mesh.dense_shard_group(), mesh.rank);
+  experts = place_in(mesh.expert_shard_group(), mesh.rank);
+  replicas = place_in(mesh.replica_group(), mesh.rank);
+}
+
 void ParameterStore::add(const std::string& name, std::vector<ParameterSpec> specs) {
   std::vector<ParameterSpec> dense, experts;
   for (ParameterSpec& spec : specs) (spec.expert ? experts : dense).push_back(std::move(spec));
-  if (!dense.empty()) add_group(name, std::move(dense));
-  if (!experts.empty()) add_group(name + ".experts", std::move(experts));
+  if (!dense.empty()) add_group(name, std::move(dense), false);
+  if (!experts.empty()) add_group(name + ".experts", std::move(experts), true);
 }
 
-void ParameterStore::add_group(std::string name, std::vector<ParameterSpec> specs) {
-  const auto muon_updates = [&](const ParameterSpec& spec) { return options_.muon && spec.rule == UpdateRule::kMuon; };
-  std::stable_sort(specs.begin(), specs.end(), [&](const auto& a, const auto& b) {
-    return std::pair(!muon_updates(a), !a.decay) < std::pair(!muon_updates(b), !b.decay);
-  });
+void ParameterStore::add_group(std::string name, std::vector<ParameterSpec> specs, bool experts) {
   FlatGroup group;
   group.name = std::move(name);
+  group.specs = std::move(specs);
+  lay_out(group, experts);
+  allocate(group);
+  for (size_t i = 0; i < group.specs.size(); ++i) {
+    const ParameterSpec& spec = group.specs[i];
+    const auto view = [&](const at::Tensor& flat) {
+      return flat.narrow(0, group.offsets[i], group.spec_elements(i)).view(spec.shape).detach();
+    };
+    table_.emplace(spec.name,
+                   Parameter{spec.name, view(group.working), options_.training ? view(group.grad) : at::Tensor()});
+  }
+  groups_.push_back(std::move(group));
+}
+
+// Order and places of the tensors, bounds of the shards.
+void ParameterStore::lay_out(FlatGroup& group, bool experts) const {
+  const auto muon_updates = [&](const ParameterSpec& spec) { return options_.muon && spec.rule == UpdateRule::kMuon; };
+  std::stable_sort(group.specs.begin(), group.specs.end(), [&](const auto& a, const auto& b) {
+    return std::pair(!muon_updates(a), !a.decay) < std::pair(!muon_updates(b), !b.decay);
+  });
   int64_t offset = 0;
-  for (const ParameterSpec& spec : specs) {
+  for (ParameterSpec& spec : group.specs) {
+    if (experts) {
+      MARROW_CHECK(spec.shape[0] % options_.ep.size == 0, ExitCode::kUsage,
+                   Fix(fmt::format("set mesh.ep to a divisor of {}", spec.shape[0])),
+                   "the {} experts of {} do not divide by mesh.ep = {}", spec.shape[0], spec.name, options_.ep.size);
+      spec.shape[0] /= options_.ep.size;
+    }
     group.offsets.push_back(offset);
-    offset += (element_count(spec.shape) + kAlignment - 1) / kAlignment * kAlignment;
+    const int64_t n = group.spec_elements(group.offsets.size() - 1);
+    group.skipped.push_back(experts ? options_.ep.index * n : 0);
+    offset += round_up(n, kAlignment);
     if (muon_updates(spec)) {
       ++group.muon_specs;
       group.muon_elements = offset;
     }
   }
   group.offsets.push_back(offset);
-  group.specs = std::move(specs);
+  group.shards = experts ? options_.experts : options_.dense;
+  group.bounds = shard_bounds(group, group.shards.size);
+}
 
-  const auto fp32 = at::TensorOptions().device(options_.device).dtype(at::kFloat);
-  const auto zeros = [&](at::ScalarType dtype, int64_t skipped = 0) {
-    return at::zeros({offset - skipped}, fp32.dtype(dtype));
+void ParameterStore::allocate(FlatGroup& group) const {
+  const auto zeros = [&](int64_t n, at::ScalarType dtype) {
+    return at::zeros({n}, at::TensorOptions().device(options_.device).dtype(dtype));
   };
-  group.master = zeros(at::kFloat);
-  const bool shared = options_.working_dtype == at::kFloat;
-  group.working = shared ? group.master : zeros(options_.working_dtype);
-  if (options_.training) {
-    group.grad = zeros(at::kFloat);
-    group.exp_avg = zeros(options_.state_dtype);
-    group.exp_avg_sq = zeros(options_.state_dtype, group.muon_elements);
+  const int64_t own = group.end() - group.begin();
+  group.working = zeros(group.elements(), options_.working_dtype);
+  if (options_.working_dtype == at::kFloat) {
+    group.master = group.own(group.working);
+  } else {
+    group.master = zeros(own, at::kFloat);
+    group.rounded = group.own(group.working);
   }
-
-  for (size_t i = 0; i < group.specs.size(); ++i) {
-    const ParameterSpec& spec = group.specs[i];
-    const int64_t n = element_count(spec.shape);
-    Parameter parameter;
-    parameter.name = spec.name;
-    parameter.value = group.working.narrow(0, group.offsets[i], n).view(spec.shape).detach();
-    if (options_.training) {
-      parameter.grad = group.grad.narrow(0, group.offsets[i], n).view(spec.shape);
-    }
-    table_.emplace(spec.name, std::move(parameter));
-  }
-  groups_.push_back(std::move(group));
+  if (!options_.training) return;
+  group.grad = zeros(group.elements(), at::kFloat);
+  group.own_grad = group.own(group.grad);
+  group.exp_avg = zeros(own, options_.state_dtype);
+  group.exp_avg_sq =
+      zeros(std::min(own, std::max<int64_t>(0, group.end() - group.muon_elements)), options_.state_dtype);
 }
 
 void ParameterStore::initialize(int64_t seed) {
   for (FlatGroup& group : groups_) {
-    for (size_t i = 0; i < group.specs.size(); ++i) {
-      const ParameterSpec& spec = group.specs[i];
-      int64_t offset = group.offsets[i];
-      for (const HubTensor& part : spec.parts) {
-        const at::Tensor values = group.master.narrow(0, offset, part.elements());
-        if (spec.init == InitKind::kConstant) {
-          values.fill_(spec.init_value);
-        } else {
-          philox_normal(values, seed, part.name, 0, spec.init_value);
-        }
-        offset += part.elements();
+    for (const FlatGroup::Piece& piece : group.pieces()) {
+      const ParameterSpec& spec = group.specs[piece.spec];
+      const at::Tensor values = group.master.narrow(0, piece.at, piece.last - piece.first);
+      if (spec.init == InitKind::kConstant) {
+        values.fill_(spec.init_value);
+      } else {
+        philox_normal(values, seed, piece.part->name, piece.first, spec.init_value);
       }
     }
   }
@@ -91,35 +175,64 @@ void ParameterStore::initialize(int64_t seed) {
 
 void ParameterStore::copy_masters_to_working() {
   for (FlatGroup& group : groups_) {
-    if (!group.working.is_same(group.master)) group.working.copy_(group.master);
+    if (group.rounded.defined()) group.rounded.copy_(group.master);
+    start_gather(group);
   }
+  for (FlatGroup& group : groups_) finish_gather(group);
+}
+
+void ParameterStore::start_gather(FlatGroup& group) {
+  if (group.shards.size == 1) return;
+  group.gathering = group.shards.communicator->all_gather(group.working, group.bounds);
+}
+
+void ParameterStore::start_reduce(FlatGroup& group) {
+  if (group.shards.size == 1) return;
+  group.reducing = group.shards.communicator->reduce_scatter(group.grad, group.bounds);
+}
+
+void ParameterStore::sum_replicas() {
+  for (FlatGroup& group : groups_) {
+    finish_reduce(group);
+    if (options_.replicas.size > 1) group.reducing = options_.replicas.communicator->all_reduce(group.own_grad);
+  }
+  for (FlatGroup& group : groups_) finish_reduce(group);
+}
+
+std::span<FlatGroup> ParameterStore::groups_of(std::string_view name) {
+  const auto first = std::find_if(groups_.begin(), groups_.end(), [&](const FlatGroup& group) {
+    return group.name == name || group.name == std::string(name) + ".experts";
+  });
+  const bool two = first != groups_.end() && first + 1 != groups_.end() && first->name == name &&
+                   (first + 1)->name == std::string(name) + ".experts";
+  return {first, first == groups_.end() ? 0u : two ? 2u : 1u};
 }
 
 std::vector<OwnedRange> ParameterStore::owned_ranges() const {
   std::vector<OwnedRange> ranges;
   for (const FlatGroup& group : groups_) {
-    for (size_t i = 0; i < group.specs.size(); ++i) {
-      int64_t offset = group.offsets[i];
-      for (const HubTensor& part : group.specs[i].parts) {
-        const auto slice = [&](const at::Tensor& flat, int64_t skipped = 0) {
-          const bool held = flat.defined() && offset >= skipped;
-          return held ? flat.narrow(0, offset - skipped, part.elements()) : at::Tensor();
-        };
-        ranges.push_back({&part, 0, part.elements(), slice(group.master), slice(group.exp_avg),
-                          slice(group.exp_avg_sq, group.muon_elements)});
-        offset += part.elements();
-      }
+    const int64_t without_square = std::max<int64_t>(0, group.muon_elements - group.begin());
+    for (const FlatGroup::Piece& piece : group.pieces()) {
+      const auto slice = [&](const at::Tensor& flat, int64_t skipped = 0) {
+        const bool held = flat.defined() && piece.at >= skipped;
+        return held ? flat.narrow(0, piece.at - skipped, piece.last - piece.first) : at::Tensor();
+      };
+      ranges.push_back({piece.part, piece.first, piece.last, slice(group.master), slice(group.exp_avg),
+                        slice(group.exp_avg_sq, without_square)});
     }
   }
   return ranges;
 }
 
-std::vector<std::pair<std::string, int64_t>> ParameterStore::bytes_per_element(const Options& options) {
-  const bool shared = options.working_dtype == at::kFloat;
-  const int64_t state = static_cast<int64_t>(c10::elementSize(options.state_dtype));
-  return {{"parameters", shared ? 4 : 6},
-          {"gradients", options.training ? 4 : 0},
-          {"optimizer states", options.training ? (options.muon ? state : 2 * state) : 0}};
+std::vector<std::pair<std::string, int64_t>> ParameterStore::bytes() const {
+  int64_t parameters = 0, gradients = 0, states = 0;
+  const auto size = [](const at::Tensor& flat) { return flat.defined() ? static_cast<int64_t>(flat.nbytes()) : 0; };
+  for (const FlatGroup& group : groups_) {
+    parameters += size(group.working) + (group.rounded.defined() ? size(group.master) : 0);
+    gradients += size(group.grad);
+    states += size(group.exp_avg) + size(group.exp_avg_sq);
+  }
+  return {{"parameters", parameters}, {"gradients", gradients}, {"optimizer states", states}};
 }
 
 int64_t ParameterStore::elements() const {

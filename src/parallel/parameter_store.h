@@ -1,60 +1,109 @@
-// The parameters of a rank: flat buffers for values, gradients, masters and optimizer states.
+// The parameters of a rank: flat buffers for values and gradients, and its shard of the states.
 #pragma once
 #include "ops/parameter.h"
 #include "ops/parameter_spec.h"
 #include "ops/pch.h"
+#include "parallel/communicator.h"
+#include "parallel/mesh.h"
 #include "parallel/owned_range.h"
 
 namespace marrow {
 
+// Ranks among which something is divided, or which hold copies of it.
+struct RankGroup {
+  int64_t size = 1, index = 0;  // of this rank
+  Communicator* communicator = nullptr;
+};
+
 // Parameters that are gathered, reduced and updated together: those of one layer, experts apart.
 // Inside, tensors follow each other in the order of `specs`: those that Muon updates first, then
-// those with weight decay, then the rest, so that AdamW runs over two long ranges.
+// those with weight decay, then the rest, so that AdamW runs over two long ranges. The flat buffer
+// is cut into shards; a rank keeps masters and optimizer states of its own [m] of [n] elements.
 struct FlatGroup {
-  std::string name;  // "layers.3.experts"
-  std::vector<ParameterSpec> specs;
-  std::vector<int64_t> offsets;  // of each spec's first element; one more entry: the total
-  at::Tensor working;            // [n] in the working dtype; shares the master's memory in fp32
-  at::Tensor grad;               // [n] fp32, undefined at inference
-  at::Tensor master;             // [n] fp32
-  at::Tensor exp_avg;            // [n] first moment or momentum, undefined at inference
-  at::Tensor exp_avg_sq;         // [n - muon_elements] second moment
-  int64_t muon_specs = 0;        // the first so many specs are updated by Muon
-  int64_t muon_elements = 0;     // and end here
+  std::string name;                  // "layers.3.experts"
+  std::vector<ParameterSpec> specs;  // shapes of this rank's experts, parts of all experts
+  std::vector<int64_t> offsets;      // of each spec's first element; one more entry: their end
+  std::vector<int64_t> skipped;      // elements of each spec that ranks of lower ep index hold
+  int64_t muon_specs = 0;            // the first so many specs are updated by Muon
+  int64_t muon_elements = 0;         // and end here
+  RankGroup shards;
+  std::vector<int64_t> bounds;  // shard s is [bounds[s], bounds[s + 1]); the last is n
 
-  int64_t elements() const { return offsets.back(); }
+  at::Tensor working;     // [n] in the working dtype
+  at::Tensor grad;        // [n] fp32, undefined at inference
+  at::Tensor master;      // [m] fp32; this shard of `working` itself in fp32
+  at::Tensor rounded;     // [m] bf16: this shard of `working`, which an update writes; else undefined
+  at::Tensor own_grad;    // [m] this shard of `grad`
+  at::Tensor exp_avg;     // [m] first moment or momentum, undefined at inference
+  at::Tensor exp_avg_sq;  // second moment of what AdamW updates in the shard
+  PendingTransfer gathering, reducing;
+
+  int64_t elements() const { return bounds.back(); }  // n, padding included
+  int64_t begin() const { return bounds[shards.index]; }
+  int64_t end() const { return bounds[shards.index + 1]; }
+  int64_t spec_elements(size_t spec) const;
+  at::Tensor own(const at::Tensor& whole) const { return whole.narrow(0, begin(), end() - begin()); }
+
+  // What the shard holds of each Hub tensor, in the buffer's order.
+  struct Piece {
+    size_t spec = 0;
+    const HubTensor* part = nullptr;
+    int64_t first = 0, last = 0;  // elements [first, last) of the part
+    int64_t at = 0;               // of the first one, in the shard
+  };
+  std::vector<Piece> pieces() const;
 };
 
 class ParameterStore {
  public:
   struct Options {
-    at::Device device = at::kCPU;
+    at::Device device = at::kCPU;  // kMeta: sizes alone, for bytes()
     at::ScalarType working_dtype = at::kFloat;
     at::ScalarType state_dtype = at::kFloat;
-    bool training = true;  // gradients and optimizer states exist
-    bool muon = false;     // matrices are updated by Muon, and have no second moment
+    bool training = true;      // gradients and optimizer states exist
+    bool muon = false;         // matrices are updated by Muon, and have no second moment
+    RankGroup ep;              // hold E/ep consecutive experts each
+    RankGroup dense, experts;  // hold the shards of everything but experts, of experts
+    RankGroup replicas;        // hold equal shards
+    // Fills the groups by the mesh, without communicators.
+    void place(const Mesh& mesh);
   };
   explicit ParameterStore(const Options& options) : options_(options) {}
 
-  // Adds the tensors of `specs` as two groups, NAME and NAME.experts, uninitialised.
+  // Adds the tensors of `specs` as two groups, NAME and NAME.experts, uninitialised. `specs` are
+  // those of the whole model's layer: of its experts the store takes this rank's.
   void add(const std::string& name, std::vector<ParameterSpec> specs);
 
-  // Values from (seed, Hub name, element) alone; masters, then working copies; states zero.
+  // Values from (seed, Hub name, element) alone; masters, then working copies. Collective.
   void initialize(int64_t seed);
-  // After masters were written from outside (a checkpoint): working copies follow.
+  // After masters were written from outside (a checkpoint): working copies follow. Collective.
   void copy_masters_to_working();
+
+  // Each of these starts on every rank of the group's communicator in the same order, and goes on
+  // in the background. `working` holds all shards after start_gather (own shard: written before) and
+  // finish_gather. After start_reduce and finish_reduce, own_grad is the sum over the shards' ranks,
+  // and the rest of `grad` is undefined; sum_replicas adds the replicas' own_grads.
+  void start_gather(FlatGroup& group);
+  void finish_gather(FlatGroup& group) { group.gathering.wait(); }
+  void start_reduce(FlatGroup& group);
+  void finish_reduce(FlatGroup& group) { group.reducing.wait(); }
+  void sum_replicas();  // finishes the reductions of all groups
 
   const std::map<std::string, Parameter, std::less<>>& table() const { return table_; }
   std::vector<FlatGroup>& groups() { return groups_; }
-  // What this rank holds of each Hub tensor, for checkpoints. Valid while the store lives.
+  std::span<FlatGroup> groups_of(std::string_view name);  // the two that add(name) made, or one
+  // What this rank holds of each Hub tensor. The ranks of replica 0 hold each element once, and are
+  // those that write checkpoints; all ranks read them. Valid while the store lives.
   std::vector<OwnedRange> owned_ranges() const;
-  int64_t elements() const;
-  // What an element takes, by kind ("parameters": working copy and master).
-  static std::vector<std::pair<std::string, int64_t>> bytes_per_element(const Options& options);
+  int64_t elements() const;  // of the model, whole tensors, this rank's experts
+  // What the buffers take, by kind. "parameters": working copies and masters.
+  std::vector<std::pair<std::string, int64_t>> bytes() const;
   const Options& options() const { return options_; }
 
  private:
-  void add_group(std::string name, std::vector<ParameterSpec> specs);
+  void add_group(std::string name, std::vector<ParameterSpec> specs, bool experts);
+  void lay_out(FlatGroup& group, bool experts) const;
+  void allocate(FlatGroup& group) const;
 
   Options options_;
   std::vector<FlatGroup> groups_;

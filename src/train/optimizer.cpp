@@ -6,13 +6,18 @@
 
 namespace marrow {
 
-Optimizer::Optimizer(ParameterStore& store, const PretrainConfig::Optimizer& config) : store_(&store), config_(config) {
+Optimizer::Optimizer(ParameterStore& store, const PretrainConfig::Optimizer& config, Communicator* world)
+    : store_(&store), config_(config), world_(world) {
   norm_ = at::zeros({1}, at::TensorOptions().device(store.options().device).dtype(at::kDouble));
 }
 
 void Optimizer::step(double learning_rate, int64_t step, const at::Tensor& loss) {
   norm_ = at::zeros_like(norm_);
-  for (const FlatGroup& group : store_->groups()) add_sum_of_squares(group.grad, norm_);
+  const bool counts = store_->options().replicas.index == 0;  // each element once
+  for (const FlatGroup& group : store_->groups()) {
+    if (counts) add_sum_of_squares(group.own_grad, norm_);
+  }
+  sum_over_ranks(loss);
   norm_.sqrt_();
   // As torch.nn.utils.clip_grad_norm_. A norm that is not finite must stop the update: infinity
   // would give a factor of 0, which stops it too.
@@ -21,33 +26,44 @@ void Optimizer::step(double learning_rate, int64_t step, const at::Tensor& loss)
   grad_scale_ = grad_scale_.add_(loss * 0.0).to(at::kFloat);
 
   for (FlatGroup& group : store_->groups()) {
-    for (int64_t i = 0; i < group.muon_specs; ++i) update_muon(group, i, learning_rate);
+    update_muon(group, learning_rate);
     update_adamw(group, learning_rate, step);
+    // The update clears the own shard; the others hold partial sums.
+    group.grad.narrow(0, 0, group.begin()).zero_();
+    group.grad.narrow(0, group.end(), group.elements() - group.end()).zero_();
   }
 }
 
-void Optimizer::update_muon(FlatGroup& group, size_t index, double learning_rate) {
-  const ParameterSpec& spec = group.specs[index];
-  MuonStep muon;
-  muon.lr = learning_rate;
-  muon.momentum = config_.muon_momentum;
-  muon.weight_decay = spec.decay ? config_.weight_decay : 0.0;
-  muon.zero_grad = true;
-  // Neighbouring parts of one shape are one batch: all gates and ups of a layer's experts.
-  int64_t offset = group.offsets[index];
-  for (size_t part = 0; part < spec.parts.size();) {
-    const HubTensor& first = spec.parts[part];
-    int64_t count = 0;
-    while (part < spec.parts.size() && spec.parts[part].shape == first.shape) ++part, ++count;
-    const int64_t rows = first.shape[first.shape.size() - 2], columns = first.shape.back();
-    const int64_t elements = count * first.elements();
+void Optimizer::sum_over_ranks(const at::Tensor& loss) {
+  if (world_ == nullptr) return;
+  const at::Tensor sums = at::cat({norm_, loss});
+  world_->all_reduce(sums).wait();
+  norm_ = sums.narrow(0, 0, 1);
+  loss.copy_(sums.narrow(0, 1, 1));
+}
+
+void Optimizer::update_muon(FlatGroup& group, double learning_rate) {
+  const std::vector<FlatGroup::Piece> pieces = group.pieces();
+  const int64_t muon_specs = group.muon_specs;
+  for (size_t i = 0; i < pieces.size() && static_cast<int64_t>(pieces[i].spec) < muon_specs;) {
+    // Neighbours of one shape are one batch: all gates and ups of a layer's experts.
+    const FlatGroup::Piece& first = pieces[i];
+    const std::vector<int64_t>& shape = first.part->shape;
+    int64_t elements = 0;
+    for (; i < pieces.size() && pieces[i].spec == first.spec && pieces[i].part->shape == shape; ++i) {
+      elements += pieces[i].last - pieces[i].first;
+    }
+    const int64_t rows = shape[shape.size() - 2], columns = shape.back();
     const auto matrices = [&](const at::Tensor& flat) {
-      return flat.narrow(0, offset, elements).view({elements / (rows * columns), rows, columns});
+      return flat.defined() ? flat.narrow(0, first.at, elements).view({-1, rows, columns}) : flat;
     };
-    const bool shared = group.working.is_same(group.master);
-    muon_update(matrices(group.master), shared ? at::Tensor() : matrices(group.working), matrices(group.grad),
-                matrices(group.exp_avg), grad_scale_, muon);
-    offset += elements;
+    MuonStep muon;
+    muon.lr = learning_rate;
+    muon.momentum = config_.muon_momentum;
+    muon.weight_decay = group.specs[first.spec].decay ? config_.weight_decay : 0.0;
+    muon.zero_grad = true;
+    muon_update(matrices(group.master), matrices(group.rounded), matrices(group.own_grad), matrices(group.exp_avg),
+                grad_scale_, muon);
   }
 }
 
@@ -59,16 +75,18 @@ void Optimizer::update_adamw(FlatGroup& group, double learning_rate, int64_t ste
   adamw.eps = config_.eps;
   adamw.step = step;
   adamw.zero_grad = true;
+  const int64_t without_square = std::max<int64_t>(0, group.muon_elements - group.begin());
   for (size_t i = group.muon_specs; i < group.specs.size();) {
     const bool decay = group.specs[i].decay;
-    const int64_t begin = group.offsets[i];
+    int64_t begin = group.offsets[i];
     while (i < group.specs.size() && group.specs[i].decay == decay) ++i;
-    const int64_t n = group.offsets[i] - begin;
+    begin = std::max(begin, group.begin()) - group.begin();
+    const int64_t n = std::min(group.offsets[i], group.end()) - group.begin() - begin;
+    if (n <= 0) continue;
     adamw.weight_decay = decay ? config_.weight_decay : 0.0;
-    const bool shared = group.working.is_same(group.master);
-    adamw_update(group.master.narrow(0, begin, n), shared ? at::Tensor() : group.working.narrow(0, begin, n),
-                 group.grad.narrow(0, begin, n), group.exp_avg.narrow(0, begin, n),
-                 group.exp_avg_sq.narrow(0, begin - group.muon_elements, n), grad_scale_, adamw);
+    const auto run = [&](const at::Tensor& flat) { return flat.defined() ? flat.narrow(0, begin, n) : flat; };
+    adamw_update(run(group.master), run(group.rounded), run(group.own_grad), run(group.exp_avg),
+                 group.exp_avg_sq.narrow(0, begin - without_square, n), grad_scale_, adamw);
   }
 }
 

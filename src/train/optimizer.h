@@ -1,4 +1,4 @@
-// Clipping and the update of all parameters, without waiting for the device.
+// Clipping and the update of a rank's own shards, without waiting for the device.
 #pragma once
 #include "parallel/parameter_store.h"
 #include "train/pretrain_config.h"
@@ -7,23 +7,28 @@ namespace marrow {
 
 class Optimizer {
  public:
-  // The store outlives the optimizer.
-  Optimizer(ParameterStore& store, const PretrainConfig::Optimizer& config);
+  // `store` and `world` outlive the optimizer. `world`: all ranks of the run, nullptr for one.
+  Optimizer(ParameterStore& store, const PretrainConfig::Optimizer& config, Communicator* world = nullptr);
 
-  // Norm of all gradients, clipping, one AdamW or Muon update, gradients back to zero. Where the
-  // norm or the loss ([1] fp64, on the device) is not finite, parameters and states stay as they
-  // are. `step` counts from 1.
+  // Norm of all gradients, clipping, one AdamW or Muon update of this rank's shards, gradients back
+  // to zero. The shards' gradients are summed over the ranks before (ParameterStore::sum_replicas),
+  // and working copies gathered after. loss [1] fp64 on the device, this rank's part, becomes the sum
+  // over all ranks. Where it or the norm is not finite, parameters and states stay as they are on
+  // every rank. `step` counts from 1.
   void step(double learning_rate, int64_t step, const at::Tensor& loss);
 
-  // Norm before clipping of the last step's gradients, [1] fp64 on the device.
+  // Norm before clipping of the last step's gradients, [1] fp64 on the device: that of the model,
+  // whatever the mesh.
   at::Tensor grad_norm() const { return norm_; }
 
  private:
-  void update_muon(FlatGroup& group, size_t spec, double learning_rate);
+  void sum_over_ranks(const at::Tensor& loss);
+  void update_muon(FlatGroup& group, double learning_rate);
   void update_adamw(FlatGroup& group, double learning_rate, int64_t step);
 
   ParameterStore* store_;
   PretrainConfig::Optimizer config_;
+  Communicator* world_;
   at::Tensor norm_;        // [1] fp64
   at::Tensor grad_scale_;  // [1] fp32: clipping factor; NaN or 0 stops the update
 };

@@ -10,6 +10,7 @@
 
 #include "models/model_contract.h"
 #include "ops/pch.h"
+#include "parallel/parameter_store.h"
 #include "train/checkpoint.h"
 
 namespace marrow {
@@ -56,6 +57,14 @@ struct ToyModel {
   std::vector<HubTensor> tensors;
   std::vector<CheckpointTensor> entries;
 };
+
+inline void add_whole_model(const MoeModel& model, ParameterStore& store) {
+  store.add("embedding", model.embedding_specs());
+  for (int64_t layer = 0; layer < model.shape().layers; ++layer) {
+    store.add(fmt::format("layers.{}", layer), model.layer_specs(layer));
+  }
+  store.add("head", model.head_specs());
+}
 
 // A value that no other (tensor, element, kind, version) has nearby.
 inline at::Tensor toy_values(const HubTensor& tensor, int64_t begin, int64_t end, int kind, int64_t version) {

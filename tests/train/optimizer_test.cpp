@@ -1,0 +1,169 @@
+#include "train/optimizer.h"
+
+#include "ops/philox_normal.h"
+#include "parallel/mesh_ranks.h"
+#include "train/checkpoint_testing.h"
+
+namespace marrow {
+namespace {
+
+using test::MeshRanks;
+
+ParameterStore::Options options_with(OptimizerName optimizer, at::ScalarType dtype = at::kFloat) {
+  ParameterStore::Options options;
+  options.muon = optimizer == OptimizerName::kMuon;
+  options.working_dtype = dtype;
+  return options;
+}
+
+PretrainConfig::Optimizer config_with(OptimizerName optimizer) {
+  PretrainConfig::Optimizer config;
+  config.name = optimizer;
+  config.eps = 1e-3;
+  config.weight_decay = 0.1;
+  config.clip_norm = 1.0;
+  return config;
+}
+
+// This rank's experts of a tensor of the whole model.
+at::Tensor experts_of(const at::Tensor& whole, const std::string& name, const RankGroup& ep) {
+  if (name.find("experts.") == std::string::npos) return whole;
+  const int64_t share = whole.size(0) / ep.size;
+  return whole.narrow(0, ep.index * share, share);
+}
+
+// The whole model's gradient of one parameter.
+at::Tensor gradient_of(const std::string& name, at::IntArrayRef shape, int64_t step) {
+  const at::Tensor gradient = at::empty(shape);
+  philox_normal(gradient.flatten(), step, name, 0, 0.1);
+  return gradient;
+}
+
+// Adds this rank's part of the gradients: over the ranks that hold a tensor the parts sum to all of it.
+void add_gradients(const ParameterStore& whole, ParameterStore& store, const MeshRanks::Rank& rank, int64_t step) {
+  for (const auto& [name, parameter] : store.table()) {
+    const bool expert = name.find("experts.") != std::string::npos;
+    const at::Tensor gradient = gradient_of(name, whole.table().at(name).value.sizes(), step);
+    int64_t sum = 0;
+    for (int64_t r = 0; r < rank.mesh.shape.world(); ++r) {
+      if (!expert || Mesh(rank.mesh.shape, r).e == rank.mesh.e) sum += r + 1;
+    }
+    parameter.grad.add_(experts_of(gradient, name, rank.options.ep), (rank.mesh.rank + 1.0) / sum);
+  }
+}
+
+void reduce(ParameterStore& store) {
+  for (FlatGroup& group : store.groups()) store.start_reduce(group);
+  store.sum_replicas();
+}
+
+void gather(ParameterStore& store) {
+  for (FlatGroup& group : store.groups()) store.start_gather(group);
+  for (FlatGroup& group : store.groups()) store.finish_gather(group);
+}
+
+TEST(Optimizer, StepsDoNotDependOnTheMesh) {
+  for (const OptimizerName name : {OptimizerName::kAdamW, OptimizerName::kMuon}) {
+    const ToyModel toy(name);
+    ParameterStore whole(options_with(name));
+    add_whole_model(*toy.model, whole);
+    std::vector<double> norms;
+    for (const MeshShape& shape : test::sharded_meshes()) {  // one rank first
+      MeshRanks(shape).run(options_with(name), [&](const MeshRanks::Rank& rank) {
+        ParameterStore store(rank.options);
+        add_whole_model(*toy.model, store);
+        store.initialize(3);
+        Optimizer optimizer(store, config_with(name), rank.world);
+        for (int64_t step = 1; step <= 3; ++step) {
+          add_gradients(whole, store, rank, step);
+          reduce(store);
+          const at::Tensor loss = at::ones({1}, at::kDouble);
+          optimizer.step(1e-2, step, loss);
+          gather(store);
+          EXPECT_EQ(loss.item<double>(), shape.world());
+          for (const FlatGroup& group : store.groups()) ASSERT_TRUE(group.grad.eq(0).all().item<bool>());
+          const double norm = optimizer.grad_norm().item<double>();
+          if (shape.world() == 1) norms.push_back(norm);
+          EXPECT_NEAR(norm, norms[step - 1], 1e-6 * norm) << test::mesh_text(shape);
+        }
+        if (shape.world() == 1) {
+          EXPECT_GT(norms[0], 2.0);  // so that clipping acts
+          for (const auto& [key, parameter] : store.table()) whole.table().at(key).value.copy_(parameter.value);
+        }
+        for (const auto& [key, parameter] : store.table()) {
+          const at::Tensor want = experts_of(whole.table().at(key).value, key, rank.options.ep);
+          EXPECT_LE((parameter.value - want).abs().max().item<double>(), 1e-6) << key << ", " << test::mesh_text(shape);
+        }
+      });
+    }
+  }
+}
+
+TEST(Optimizer, OneRanksNanStopsTheUpdateOfAll) {
+  const ToyModel toy;
+  const MeshShape shape{1, 2, 1, 2, 1};
+  for (const bool in_loss : {false, true}) {
+    MeshRanks(shape).run(options_with(toy.optimizer), [&](const MeshRanks::Rank& rank) {
+      ParameterStore store(rank.options);
+      add_whole_model(*toy.model, store);
+      store.initialize(3);
+      std::vector<at::Tensor> before;
+      for (const FlatGroup& group : store.groups()) before.push_back(group.working.clone());
+      Optimizer optimizer(store, config_with(toy.optimizer), rank.world);
+      for (FlatGroup& group : store.groups()) group.grad.fill_(0.5);
+      const double nan = std::nan("");
+      if (rank.mesh.rank == 2 && !in_loss) store.groups()[1].grad.narrow(0, 7, 1).fill_(nan);
+      reduce(store);
+      const at::Tensor loss = at::full({1}, rank.mesh.rank == 2 && in_loss ? nan : 1.0, at::kDouble);
+      optimizer.step(1e-2, 1, loss);
+      gather(store);
+      for (size_t i = 0; i < before.size(); ++i) {
+        EXPECT_TRUE(store.groups()[i].working.equal(before[i]));
+        EXPECT_TRUE(store.groups()[i].grad.eq(0).all().item<bool>());
+        EXPECT_TRUE(store.groups()[i].exp_avg.eq(0).all().item<bool>());
+      }
+      EXPECT_EQ(std::isfinite(loss.item<double>()), !in_loss);
+      EXPECT_EQ(std::isfinite(optimizer.grad_norm().item<double>()), in_loss);
+    });
+  }
+}
+
+// N1: steps below bf16's resolution add up in the masters, which come back to the bit.
+TEST(Optimizer, SmallUpdatesSurviveBf16) {
+  const ToyModel toy;
+  const TemporaryFolder folder;
+  Logger log;
+  PretrainConfig::Optimizer config = config_with(toy.optimizer);
+  config.eps = 1e-8;
+  const auto hundred_steps = [&](ParameterStore& store, int64_t done) {
+    Optimizer optimizer(store, config);
+    for (int64_t step = done + 1; step <= done + 100; ++step) {
+      for (const auto& [key, parameter] : store.table()) parameter.grad.fill_(1e-3);
+      optimizer.step(1e-3, step, at::ones({1}, at::kDouble));
+    }
+  };
+  ParameterStore first(options_with(toy.optimizer, at::kBFloat16));
+  add_whole_model(*toy.model, first);
+  first.initialize(3);
+  hundred_steps(first, 0);
+  EXPECT_NEAR(first.table().at("layers.1.input_norm").value[5].item<double>(), 0.9, 0.005);
+
+  CheckpointWriterOptions options;
+  options.dir = folder / "checkpoints";
+  CheckpointWriter writer(options, toy.entries, log);
+  writer.save(toy_content(toy, first.owned_ranges(), 100));
+  writer.finish();
+  ParameterStore second(options_with(toy.optimizer, at::kBFloat16));
+  add_whole_model(*toy.model, second);
+  load_all(toy, *newest_checkpoint(options.dir, log), {second.owned_ranges()});
+  second.copy_masters_to_working();
+  for (size_t i = 0; i < first.groups().size(); ++i) {
+    const FlatGroup &a = first.groups()[i], &b = second.groups()[i];
+    EXPECT_TRUE(a.master.equal(b.master) && a.working.equal(b.working) && a.exp_avg.equal(b.exp_avg));
+  }
+  hundred_steps(second, 100);
+  EXPECT_NEAR(second.table().at("layers.1.input_norm").value[5].item<double>(), 0.8, 0.005);
+}
+
+}  // namespace
+}  // namespace marrow
