@@ -19,7 +19,8 @@ if(MARROW_CUDA)
   # --no-as-needed: libtorch_cuda registers its kernels when it loads; no symbol pulls it in.
   target_link_libraries(libtorch INTERFACE
     "-Wl,--no-as-needed" "${TORCH_ROOT}/lib/libtorch_cuda.so" "${TORCH_ROOT}/lib/libc10_cuda.so"
-    "-Wl,--as-needed")
+    "-Wl,--as-needed" "${MARROW_SITE}/nvidia/nccl/lib/libnccl.so.2")
+  target_include_directories(libtorch SYSTEM INTERFACE "${MARROW_SITE}/nvidia/nccl/include")
   file(GLOB NVIDIA_LIBS LIST_DIRECTORIES true "${MARROW_SITE}/nvidia/*/lib")
   foreach(dir ${NVIDIA_LIBS})
     target_link_options(libtorch INTERFACE "-Wl,-rpath,${dir}" "-Wl,-rpath-link,${dir}")

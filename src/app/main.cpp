@@ -1,15 +1,16 @@
 // The binary `marrow`: which subcommand runs, and how a failure of any kind leaves the process.
-#include <c10/util/Exception.h>
 #include <fmt/ranges.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <csignal>
 #include <cstdio>
-#include <filesystem>
-#include <new>
+#include <thread>
 
+#include "app/failure.h"
 #include "app/subcommands.h"
+#include "parallel/bootstrap.h"
 
 namespace {
 
@@ -88,36 +89,19 @@ int report_error(const Error& error, bool json) {
   return static_cast<int>(error.report().code);
 }
 
-constexpr const char* kUseLessMemory =
-    "lower train.micro_batch or data.seq_len, set train.recompute = \"layer\", or end other "
-    "programs; marrow doctor shows what is free";
-
 }  // namespace
 
 int main(int argc, char** argv) {
   const std::vector<std::string> words(argv + 1, argv + argc);
   const bool json = std::find(words.begin(), words.end(), "--json") != words.end();
   std::signal(SIGXFSZ, SIG_IGN);  // past `ulimit -f` a write fails with an error that we report
-  // What a library throws: its text is all that is known of the place.
-  const auto fault = [&](const std::string& what, const char* fix) {
-    return report_error(Error(ExitCode::kDeviceFault, what, Fix(fix), __FILE__, __LINE__), json);
-  };
   try {
     return dispatch(words);
-  } catch (const Error& error) {
-    return report_error(error, json);
-  } catch (const c10::OutOfMemoryError& error) {
-    return fault(error.what_without_backtrace(), kUseLessMemory);
-  } catch (const c10::Error& error) {
-    return fault(std::string("libtorch: ") + error.what_without_backtrace(),
-                 "run marrow doctor; for a CUDA fault run again with CUDA_LAUNCH_BLOCKING=1 to "
-                 "see the failing call");
-  } catch (const std::filesystem::filesystem_error& error) {
-    return fault(error.what(), "check that the path exists, is a folder, and may be written");
-  } catch (const std::bad_alloc&) {
-    return fault("the machine's memory is exhausted", kUseLessMemory);
-  } catch (const std::exception& error) {
-    return fault(std::string("unexpected: ") + error.what(),
-                 "run marrow doctor; if it passes, this is a defect of marrow");
+  } catch (const marrow::PeerFailure& failure) {
+    // The launcher ends all ranks when the first one ends: the failing one has its error to tell.
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    return failure.code;
+  } catch (...) {
+    return report_error(marrow::current_error(), json);
   }
 }

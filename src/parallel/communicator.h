@@ -54,4 +54,9 @@ class Communicator {
   virtual PendingTransfer exchange(const at::Tensor& sent, int64_t to, const at::Tensor& received, int64_t from) = 0;
 };
 
+// For implementations of all_to_all: bytes of a row of dimension 0, and the first row of each rank, after
+// checking that `rows` has an entry for each rank and sums to the rows of `values`.
+int64_t row_bytes(const at::Tensor& values);
+std::vector<int64_t> row_starts(const Communicator& group, const at::Tensor& values, std::span<const int64_t> rows);
+
 }  // namespace marrow

@@ -31,14 +31,14 @@ struct Mesh {
   std::vector<int64_t> context_group() const;   // cp: exchanges keys and values
   std::vector<int64_t> pipeline_group() const;  // pp: sends activations; index = p
   std::vector<int64_t> stage_group() const;     // dp × cp × ep: holds the same layers
-  // The sharded states, and their copies where replicate > 1: dp/replicate × cp × ep of everything
-  // but experts, dp/replicate × cp of experts; the copies are replicate ranks each.
+  // The sharded states: dp/replicate × cp × ep ranks divide everything but experts, dp/replicate × cp
+  // divide experts. Copy r of the states is on d in [r·dp/replicate, (r + 1)·dp/replicate): shards are
+  // near each other, and replica_group (replicate ranks) is what holds the same shard.
   std::vector<int64_t> dense_shard_group() const;
   std::vector<int64_t> expert_shard_group() const;
   std::vector<int64_t> replica_group() const;
 
   std::string text() const;  // "rank 5 (pp 1, dp 0, cp 0, ep 1)"
 };
-
 
 }  // namespace marrow

@@ -1,0 +1,188 @@
+#include "app/launch.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <csignal>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <set>
+
+#include "ops/pch.h"
+#include "parallel/transfer_record.h"
+
+namespace marrow {
+namespace {
+
+// The words of this process's command line, the program by its real path.
+std::vector<std::string> own_command() {
+  std::ifstream file("/proc/self/cmdline");
+  std::vector<std::string> words;
+  for (std::string word; std::getline(file, word, '\0');) words.push_back(word);
+  words.at(0) = std::filesystem::read_symlink("/proc/self/exe").string();
+  return words;
+}
+
+std::vector<std::string> mpirun_command(int64_t processes) {
+  std::vector<std::string> words = {"mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"};
+  // One machine: no other transport, no remote shell. After an abnormal end the other ranks have 5 s.
+  for (const char* pair : {"pml ob1", "btl self,vader", "plm isolated", "odls_base_sigkill_timeout 5",
+                           "orte_base_help_aggregate 0", "btl_vader_single_copy_mechanism none"}) {
+    const std::string text = pair;
+    const size_t space = text.find(' ');
+    words.insert(words.end(), {"--mca", text.substr(0, space), text.substr(space + 1)});
+  }
+  words.insert(words.end(), {"--host", fmt::format("localhost:{}", processes), "-n", std::to_string(processes)});
+  const std::vector<std::string> own = own_command();
+  words.insert(words.end(), own.begin(), own.end());
+  return words;
+}
+
+// Starts `words` with standard error into `pipe_end`. It dies with this process.
+pid_t start_child(const std::vector<std::string>& words, int pipe_end) {
+  std::vector<char*> arguments;
+  for (const std::string& word : words) arguments.push_back(const_cast<char*>(word.c_str()));
+  arguments.push_back(nullptr);
+  setenv(kLaunchedVariable, "1", 1);
+  const pid_t parent = getpid();
+  const pid_t child = fork();
+  if (child != 0) return child;
+  setpgid(0, 0);  // Ctrl-C of the terminal comes through the parent alone
+  prctl(PR_SET_PDEATHSIG, SIGTERM);
+  if (getppid() != parent) _exit(127);
+  sigset_t none;
+  sigemptyset(&none);
+  sigprocmask(SIG_SETMASK, &none, nullptr);
+  dup2(pipe_end, STDERR_FILENO);
+  if (const int null = open("/dev/null", O_RDONLY); null >= 0) dup2(null, STDIN_FILENO);
+  execvp(arguments[0], arguments.data());
+  fmt::print(stderr, "cannot start {}: {}\n", arguments[0], std::strerror(errno));
+  _exit(127);
+}
+
+std::vector<pid_t> children_of(pid_t parent) {
+  std::vector<pid_t> children;
+  std::error_code gone;
+  for (const auto& thread : std::filesystem::directory_iterator(fmt::format("/proc/{}/task", parent), gone)) {
+    std::ifstream file(thread.path() / "children");
+    for (pid_t child = 0; file >> child;) children.push_back(child);
+  }
+  return children;
+}
+
+// A StopSignal blocks the signal: until it does, the signal would just end the process.
+bool waits_for_stop(pid_t process) {
+  std::ifstream file(fmt::format("/proc/{}/status", process));
+  for (std::string line; std::getline(file, line);) {
+    if (line.starts_with("SigBlk:")) return (std::stoull(line.substr(7), nullptr, 16) >> (SIGTERM - 1) & 1) != 0;
+  }
+  return false;
+}
+
+// Standard error of the ranks, line by line, without mpirun's own words, which stand between two rules
+// of dashes.
+class ErrorFilter {
+ public:
+  void take(std::string_view bytes) {
+    pending_ += bytes;
+    for (size_t end = 0; (end = pending_.find('\n')) != std::string::npos; pending_.erase(0, end + 1)) {
+      line(pending_.substr(0, end + 1));
+    }
+  }
+  void finish() {
+    if (!pending_.empty()) line(std::exchange(pending_, "") + "\n");
+  }
+  const std::string& kept_back() const { return kept_back_; }
+
+ private:
+  void line(const std::string& text) {
+    const bool rule = text.size() > 60 && text.find_first_not_of("-\n") == std::string::npos;
+    if (rule) inside_ = !inside_;
+    const bool from_mpirun = rule || inside_ || text.find("] PMIX ERROR:") != std::string::npos ||
+                             text.find("] ORTE_ERROR_LOG:") != std::string::npos;
+    if (from_mpirun) {
+      kept_back_ += text;
+    } else {
+      std::fputs(text.c_str(), stderr);
+    }
+  }
+  bool inside_ = false;
+  std::string pending_, kept_back_;
+};
+
+// "process rank 3 with PID": what mpirun says of a rank that a signal ended; -1 where it does not.
+int64_t rank_in(const std::string& text) {
+  constexpr std::string_view kPhrase = "process rank ";
+  const size_t at = text.find(kPhrase);
+  return at == std::string::npos ? -1 : std::atoll(text.c_str() + at + kPhrase.size());
+}
+
+struct Outcome {
+  int status = 0;  // of waitpid
+  std::string kept_back;
+};
+
+Outcome supervise(pid_t child, int descriptor, StopSignal& stop) {
+  ErrorFilter filter;
+  Outcome outcome;
+  std::set<pid_t> told;
+  for (bool running = true; running;) {
+    pollfd ready{descriptor, POLLIN, 0};
+    poll(&ready, 1, 100);
+    running = waitpid(child, &outcome.status, WNOHANG) == 0;
+    std::array<char, 65536> bytes;
+    for (ssize_t got = 0; (got = read(descriptor, bytes.data(), bytes.size())) > 0;) {
+      filter.take({bytes.data(), static_cast<size_t>(got)});
+    }
+    if (!running || !stop.requested()) continue;
+    for (const pid_t rank : children_of(child)) {
+      if (!told.contains(rank) && waits_for_stop(rank) && kill(rank, SIGTERM) == 0) told.insert(rank);
+    }
+  }
+  filter.finish();
+  outcome.kept_back = filter.kept_back();
+  return outcome;
+}
+
+}  // namespace
+
+bool launched() { return std::getenv(kLaunchedVariable) != nullptr; }
+
+int launch_ranks(int64_t processes, const std::string& run_folder, StopSignal& stop,
+                 const std::function<std::string(int64_t)>& rank_text) {
+  std::filesystem::remove(run_folder + "/ranks/first-error");  // of an earlier run
+  std::array<int, 2> ends{};
+  MARROW_CHECK(pipe2(ends.data(), O_CLOEXEC | O_NONBLOCK) == 0, ExitCode::kDeviceFault,
+               Fix("raise the limit of open files"), "no pipe: {}", std::strerror(errno));
+  fcntl(ends[1], F_SETFL, 0);  // the ranks' end blocks
+  const pid_t child = start_child(mpirun_command(processes), ends[1]);
+  close(ends[1]);
+  const Outcome outcome = supervise(child, ends[0], stop);
+  close(ends[0]);
+  const int code = WIFEXITED(outcome.status) ? WEXITSTATUS(outcome.status) : 128 + WTERMSIG(outcome.status);
+  if (code == 0) return 0;
+  const FirstError first = read_first_error(run_folder);
+  if (first.code != 0 && !(first.vanished && code > 128)) {
+    std::fputs(first.text.c_str(), stderr);
+    return first.code;
+  }
+  if (code > 128) {
+    const int64_t rank = rank_in(outcome.kept_back);
+    MARROW_THROW(ExitCode::kDeviceFault,
+                 Fix("the kernel kills (signal 9) when memory runs out: dmesg tells; a crash is a defect of marrow"),
+                 "{} was ended by signal {} ({})", rank < 0 ? "a rank" : rank_text(rank), code - 128,
+                 strsignal(code - 128));
+  }
+  const bool told_by_rank = code >= 2 && code <= 5;
+  if (told_by_rank) return code;
+  std::fputs(outcome.kept_back.c_str(), stderr);
+  MARROW_THROW(ExitCode::kDeviceFault, Fix("install Open MPI (./dev setup); what mpirun said stands above"),
+               "mpirun ended with exit code {}", code);
+}
+
+}  // namespace marrow

@@ -1,0 +1,57 @@
+#include "parallel/communicator.h"
+
+#include <exception>
+#include <numeric>
+
+namespace marrow {
+
+PendingTransfer& PendingTransfer::operator=(PendingTransfer&& other) noexcept {
+  if (this == &other) return *this;
+  const PendingTransfer previous(std::move(*this));  // waits at the end of this function
+  wait_ = std::exchange(other.wait_, nullptr);
+  tensors_ = std::exchange(other.tensors_, {});
+  return *this;
+}
+
+PendingTransfer::~PendingTransfer() {
+  if (!pending()) return;
+  if (std::uncaught_exceptions() > 0) {
+    // The run is ending: a peer may never come, and must not write into freed memory if it does.
+    (void)std::make_unique<PendingTransfer>(std::move(*this)).release();
+    return;
+  }
+  try {
+    wait();
+  } catch (...) {
+  }
+}
+
+void PendingTransfer::wait() {
+  if (!pending()) return;
+  const std::function<void()> wait = std::exchange(wait_, nullptr);
+  try {
+    wait();
+  } catch (...) {
+    (void)std::make_unique<std::vector<at::Tensor>>(std::move(tensors_)).release();  // as in the destructor
+    throw;
+  }
+  tensors_.clear();
+}
+
+int64_t row_bytes(const at::Tensor& values) {
+  const at::IntArrayRef row = values.sizes().slice(1);
+  return std::accumulate(row.begin(), row.end(), int64_t{1}, std::multiplies<>()) * values.element_size();
+}
+
+std::vector<int64_t> row_starts(const Communicator& group, const at::Tensor& values, std::span<const int64_t> rows) {
+  std::vector<int64_t> first(rows.size());
+  std::exclusive_scan(rows.begin(), rows.end(), first.begin(), int64_t{0});
+  const int64_t total = rows.empty() ? 0 : first.back() + rows.back();
+  MARROW_CHECK(static_cast<int64_t>(rows.size()) == group.size() && total == values.size(0), ExitCode::kDeviceFault,
+               Fix("a defect of the caller's counts"),
+               "all_to_all in group {}: {} counts with {} rows in total for {} ranks and a tensor of {} rows",
+               group.name(), rows.size(), total, group.size(), values.size(0));
+  return first;
+}
+
+}  // namespace marrow

@@ -1,0 +1,320 @@
+#include "parallel/mpi_communicator.h"
+
+#define OMPI_SKIP_MPICXX 1
+#include <mpi.h>
+
+#include <chrono>
+#include <cstring>
+#include <exception>
+#include <thread>
+
+#include "parallel/bootstrap.h"
+#include "parallel/transfer_record.h"
+
+namespace marrow {
+namespace {
+
+constexpr int64_t kMessageBytes = int64_t{1} << 30;  // MPI counts in int: larger ones go as several
+
+std::string mpi_text(int code) {
+  std::array<char, MPI_MAX_ERROR_STRING> text{};
+  int length = 0;
+  MPI_Error_string(code, text.data(), &length);
+  return {text.data(), static_cast<size_t>(length)};
+}
+
+void check_mpi(int code, const char* call) {
+  MARROW_CHECK(code == MPI_SUCCESS, ExitCode::kDeviceFault,
+               Fix("see RUN/ranks/first-error: another rank may have failed before"), "{}: {}", call, mpi_text(code));
+}
+
+MPI_Datatype reduction_type(const at::Tensor& values) {
+  switch (values.scalar_type()) {
+    case at::kFloat:
+      return MPI_FLOAT;
+    case at::kDouble:
+      return MPI_DOUBLE;
+    case at::kInt:
+      return MPI_INT32_T;
+    case at::kLong:
+      return MPI_INT64_T;
+    default:
+      MARROW_THROW(ExitCode::kDeviceFault, Fix("reduce in fp32, fp64, int32 or int64"), "cannot sum tensors of {}",
+                   at::toString(values.scalar_type()));
+  }
+}
+
+// The MPI requests of one operation.
+class Requests {
+ public:
+  Requests(const std::string& name, std::string_view operation, OperationSlot* slot, int64_t bytes)
+      : name_(name), operation_(operation), slot_(slot) {
+    if (slot_ != nullptr) slot_->begin(operation, bytes);
+  }
+
+  void send(const void* data, int64_t bytes, int64_t to, MPI_Comm comm, int tag) {
+    for_each_part(bytes, kMessageBytes, [&](int64_t offset, int count) {
+      const auto* from = static_cast<const char*>(data) + offset;
+      check_mpi(MPI_Isend(from, count, MPI_BYTE, static_cast<int>(to), tag, comm, add(-1, 0)), "MPI_Isend");
+    });
+  }
+  void receive(void* data, int64_t bytes, int64_t from, MPI_Comm comm, int tag) {
+    for_each_part(bytes, kMessageBytes, [&](int64_t offset, int count) {
+      auto* into = static_cast<char*>(data) + offset;
+      check_mpi(MPI_Irecv(into, count, MPI_BYTE, static_cast<int>(from), tag, comm, add(from, count)), "MPI_Irecv");
+    });
+  }
+  // body(offset, count, request) for parts of at most `limit` of `total`.
+  template <typename Body>
+  void collective(int64_t total, int64_t limit, const char* call, const Body& body) {
+    for_each_part(total, limit, [&](int64_t offset, int count) { check_mpi(body(offset, count, add(-1, 0)), call); });
+  }
+
+  void wait() {
+    if (slot_ != nullptr) slot_->waited_for = true;
+    auto pause = std::chrono::microseconds(20);
+    for (int polls = 0; !done(); ++polls) {
+      if (polls < 20) {
+        std::this_thread::yield();
+      } else {
+        std::this_thread::sleep_for(pause);
+        pause = std::min(pause * 5 / 4, std::chrono::microseconds(500));
+      }
+    }
+    if (slot_ == nullptr) return;
+    slot_->waited_for = false;
+    slot_->end();
+  }
+
+ private:
+  struct Expected {
+    int64_t from = -1;  // < 0: not a receive
+    int64_t bytes = 0;
+  };
+  template <typename Body>
+  static void for_each_part(int64_t total, int64_t limit, const Body& body) {
+    for (int64_t at = 0; at < total; at += limit) body(at, static_cast<int>(std::min(limit, total - at)));
+  }
+  MPI_Request* add(int64_t from, int64_t bytes) {
+    expected_.push_back({from, bytes});
+    return &requests_.emplace_back(MPI_REQUEST_NULL);
+  }
+  bool done() {
+    int all = 0;
+    statuses_.resize(requests_.size());
+    const int code = MPI_Testall(static_cast<int>(requests_.size()), requests_.data(), &all, statuses_.data());
+    if (code != MPI_SUCCESS && code != MPI_ERR_IN_STATUS) check_mpi(code, operation_.c_str());
+    for (size_t i = 0; i < statuses_.size() && (all != 0 || code != MPI_SUCCESS); ++i) check(i, code);
+    return all != 0;
+  }
+  void check(size_t i, int code) const {
+    const int error = code == MPI_ERR_IN_STATUS ? statuses_[i].MPI_ERROR : MPI_SUCCESS;
+    const bool failed = error != MPI_SUCCESS && error != MPI_ERR_PENDING;
+    int64_t bytes = expected_[i].bytes;
+    if (expected_[i].from >= 0 && code == MPI_SUCCESS) {
+      int count = 0;
+      MPI_Get_count(&statuses_[i], MPI_BYTE, &count);
+      bytes = count;
+    }
+    MARROW_CHECK(!failed && bytes == expected_[i].bytes, ExitCode::kDeviceFault,
+                 Fix("run again with MARROW_DEBUG_COLLECTIVES=1, which names the ranks that disagree"),
+                 "{} in group {}, message of rank {} of it: {} bytes wanted, {}", operation_, name_, expected_[i].from,
+                 expected_[i].bytes, failed ? mpi_text(error) : fmt::format("{} came", bytes));
+  }
+
+  std::string name_, operation_;
+  OperationSlot* slot_;
+  std::vector<MPI_Request> requests_;
+  std::vector<Expected> expected_;
+  std::vector<MPI_Status> statuses_;
+};
+
+class MpiBootstrap : public Bootstrap {
+ public:
+  MpiBootstrap() {
+    int provided = 0;
+    MPI_Init_thread(nullptr, nullptr, MPI_THREAD_SERIALIZED, &provided);  // it ends the process where it fails
+    MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
+    check_mpi(MPI_Comm_dup(MPI_COMM_WORLD, &comm_), "MPI_Comm_dup");
+    MPI_Comm_rank(comm_, &rank_);
+    MPI_Comm_size(comm_, &size_);
+    find_local_ranks();
+  }
+  ~MpiBootstrap() override {
+    if (std::uncaught_exceptions() == 0) MPI_Finalize();  // else it would wait for the other ranks
+  }
+  MpiBootstrap(const MpiBootstrap&) = delete;
+  MpiBootstrap& operator=(const MpiBootstrap&) = delete;
+
+  int64_t rank() const override { return rank_; }
+  int64_t size() const override { return size_; }
+  bool is_mpi() const override { return true; }
+
+  std::vector<std::string> all_gather(const std::string& bytes) override {
+    std::vector<int64_t> lengths(static_cast<size_t>(size_));
+    lengths[static_cast<size_t>(rank_)] = static_cast<int64_t>(bytes.size());
+    Requests sizes("bootstrap", "all_gather", slot_, static_cast<int64_t>(bytes.size()));
+    sizes.collective(1, 1, "MPI_Iallgather", [&](int64_t, int, MPI_Request* request) {
+      return MPI_Iallgather(MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, lengths.data(), 1, MPI_INT64_T, comm_, request);
+    });
+    sizes.wait();
+    std::vector<std::string> all(static_cast<size_t>(size_));
+    all[static_cast<size_t>(rank_)] = bytes;
+    Requests contents("bootstrap", "all_gather", slot_, static_cast<int64_t>(bytes.size()));
+    for (int peer = 0; peer < size_; ++peer) {
+      if (peer == rank_) continue;
+      std::string& into = all[static_cast<size_t>(peer)];
+      into.resize(static_cast<size_t>(lengths[static_cast<size_t>(peer)]));
+      contents.send(bytes.data(), static_cast<int64_t>(bytes.size()), peer, comm_, 0);
+      contents.receive(into.data(), static_cast<int64_t>(into.size()), peer, comm_, 0);
+    }
+    contents.wait();
+    return all;
+  }
+
+ private:
+  MPI_Comm comm_ = MPI_COMM_NULL;
+  int rank_ = 0, size_ = 1;
+};
+
+class MpiCommunicator : public Communicator {
+ public:
+  MpiCommunicator(std::string name, const std::vector<int64_t>& ranks, RunRecords* records)
+      : name_(std::move(name)), slot_(records == nullptr ? nullptr : records->add(name_)) {
+    const std::vector<int> members(ranks.begin(), ranks.end());
+    MPI_Group world = MPI_GROUP_NULL, group = MPI_GROUP_NULL;
+    check_mpi(MPI_Comm_group(MPI_COMM_WORLD, &world), "MPI_Comm_group");
+    check_mpi(MPI_Group_incl(world, static_cast<int>(members.size()), members.data(), &group), "MPI_Group_incl");
+    check_mpi(MPI_Comm_create_group(MPI_COMM_WORLD, group, 0, &comm_), "MPI_Comm_create_group");
+    MPI_Group_free(&group);
+    MPI_Group_free(&world);
+    MPI_Comm_rank(comm_, &rank_);
+    MPI_Comm_size(comm_, &size_);
+  }
+  ~MpiCommunicator() override {
+    if (std::uncaught_exceptions() == 0) MPI_Comm_free(&comm_);
+  }
+  MpiCommunicator(const MpiCommunicator&) = delete;
+  MpiCommunicator& operator=(const MpiCommunicator&) = delete;
+
+  const std::string& name() const override { return name_; }
+  int64_t rank() const override { return rank_; }
+  int64_t size() const override { return size_; }
+
+  PendingTransfer all_reduce(const at::Tensor& values) override {
+    const MPI_Datatype type = reduction_type(values);
+    auto requests = start("all_reduce", values);
+    requests->collective(values.numel(), kElements, "MPI_Iallreduce", [&](int64_t at, int count, MPI_Request* request) {
+      return MPI_Iallreduce(MPI_IN_PLACE, address(values, at), count, type, MPI_SUM, comm_, request);
+    });
+    return pending(requests, {values});
+  }
+
+  PendingTransfer broadcast(const at::Tensor& values, int64_t root) override {
+    auto requests = start("broadcast", values);
+    const int64_t bytes = static_cast<int64_t>(values.nbytes());
+    requests->collective(bytes, kMessageBytes, "MPI_Ibcast", [&](int64_t at, int count, MPI_Request* request) {
+      return MPI_Ibcast(static_cast<char*>(values.data_ptr()) + at, count, MPI_BYTE, static_cast<int>(root), comm_,
+                        request);
+    });
+    return pending(requests, {values});
+  }
+
+  PendingTransfer all_gather(const at::Tensor& whole, std::span<const int64_t> bounds) override {
+    auto requests = start("all_gather", whole);
+    const auto bytes = [&](int64_t r) { return (bounds[r + 1] - bounds[r]) * whole.element_size(); };
+    for (int64_t step = 1; step < size_; ++step) {
+      const int64_t to = (rank_ + step) % size_, from = (rank_ - step + size_) % size_;
+      requests->receive(address(whole, bounds[from]), bytes(from), from, comm_, kGather);
+      requests->send(address(whole, bounds[rank_]), bytes(rank_), to, comm_, kGather);
+    }
+    return pending(requests, {whole});
+  }
+
+  PendingTransfer reduce_scatter(const at::Tensor& whole, std::span<const int64_t> bounds) override {
+    const MPI_Datatype type = reduction_type(whole);
+    auto requests = start("reduce_scatter", whole);
+    for (int root = 0; root < size_; ++root) {
+      const int64_t begin = bounds[root];
+      requests->collective(
+          bounds[root + 1] - begin, kElements, "MPI_Ireduce", [&](int64_t at, int count, MPI_Request* request) {
+            void* data = address(whole, begin + at);
+            return root == rank_ ? MPI_Ireduce(MPI_IN_PLACE, data, count, type, MPI_SUM, root, comm_, request)
+                                 : MPI_Ireduce(data, nullptr, count, type, MPI_SUM, root, comm_, request);
+          });
+    }
+    return pending(requests, {whole});
+  }
+
+  PendingTransfer all_to_all(const at::Tensor& send, std::span<const int64_t> send_rows, const at::Tensor& receive,
+                             std::span<const int64_t> receive_rows) override {
+    auto requests = start("all_to_all", send);
+    const int64_t width = row_bytes(send);
+    const std::vector<int64_t> sent = row_starts(*this, send, send_rows);
+    const std::vector<int64_t> received = row_starts(*this, receive, receive_rows);
+    char* into = static_cast<char*>(receive.data_ptr());
+    const char* from = static_cast<const char*>(send.data_ptr());
+    for (int64_t step = 1; step < size_; ++step) {
+      const int64_t to = (rank_ + step) % size_, source = (rank_ - step + size_) % size_;
+      requests->receive(into + received[source] * width, receive_rows[source] * width, source, comm_, kTotal);
+      requests->send(from + sent[to] * width, send_rows[to] * width, to, comm_, kTotal);
+    }
+    MARROW_CHECK(send_rows[rank_] == receive_rows[rank_], ExitCode::kDeviceFault,
+                 Fix("a defect of the caller's counts"),
+                 "all_to_all in group {}: rank {} of it sends itself {} rows and expects {}", name_, rank_,
+                 send_rows[rank_], receive_rows[rank_]);
+    if (const int64_t own = send_rows[rank_] * width; own > 0) {
+      std::memcpy(into + received[rank_] * width, from + sent[rank_] * width, static_cast<size_t>(own));
+    }
+    return pending(requests, {send, receive});
+  }
+
+  PendingTransfer send(const at::Tensor& values, int64_t to) override {
+    auto requests = start("send", values);
+    requests->send(values.data_ptr(), static_cast<int64_t>(values.nbytes()), to, comm_, kDirect);
+    return pending(requests, {values});
+  }
+
+  PendingTransfer receive(const at::Tensor& values, int64_t from) override {
+    auto requests = start("receive", values);
+    requests->receive(values.data_ptr(), static_cast<int64_t>(values.nbytes()), from, comm_, kDirect);
+    return pending(requests, {values});
+  }
+
+  PendingTransfer exchange(const at::Tensor& sent, int64_t to, const at::Tensor& received, int64_t from) override {
+    auto requests = start("exchange", sent);
+    requests->receive(received.data_ptr(), static_cast<int64_t>(received.nbytes()), from, comm_, kDirect);
+    requests->send(sent.data_ptr(), static_cast<int64_t>(sent.nbytes()), to, comm_, kDirect);
+    return pending(requests, {sent, received});
+  }
+
+ private:
+  static constexpr int64_t kElements = kMessageBytes / 8;
+  static constexpr int kDirect = 0, kGather = 1, kTotal = 2;  // tags: kinds of message never mix
+
+  static void* address(const at::Tensor& values, int64_t element) {
+    return static_cast<char*>(values.data_ptr()) + element * values.element_size();
+  }
+  std::shared_ptr<Requests> start(std::string_view operation, const at::Tensor& values) const {
+    return std::make_shared<Requests>(name_, operation, slot_, static_cast<int64_t>(values.nbytes()));
+  }
+  static PendingTransfer pending(std::shared_ptr<Requests> requests, std::vector<at::Tensor> tensors) {
+    return {[requests = std::move(requests)] { requests->wait(); }, std::move(tensors)};
+  }
+
+  std::string name_;
+  OperationSlot* slot_;
+  MPI_Comm comm_ = MPI_COMM_NULL;
+  int rank_ = 0, size_ = 1;
+};
+
+}  // namespace
+
+std::unique_ptr<Bootstrap> make_mpi_bootstrap() { return std::make_unique<MpiBootstrap>(); }
+
+std::unique_ptr<Communicator> make_mpi_communicator(const std::string& name, const std::vector<int64_t>& ranks,
+                                                    RunRecords* records) {
+  return std::make_unique<MpiCommunicator>(name, ranks, records);
+}
+
+}  // namespace marrow

@@ -1,0 +1,264 @@
+#include "parallel/nccl_communicator.h"
+
+#ifndef MARROW_CUDA
+
+namespace marrow {
+
+std::string new_nccl_identity() {
+  MARROW_THROW(ExitCode::kUsage, Fix("build with ./dev build --gpu, or set train.device = \"cpu\""),
+               "this build has no NCCL");
+}
+
+std::unique_ptr<Communicator> make_nccl_communicator(const std::string&, const std::vector<int64_t>&, int64_t,
+                                                     const std::string&, at::Device, int, RunRecords*) {
+  new_nccl_identity();
+  return nullptr;
+}
+
+}  // namespace marrow
+
+#else
+
+#include <ATen/cuda/CUDAContext.h>
+#include <ATen/cuda/CUDAEvent.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <nccl.h>
+
+#include <cstring>
+#include <deque>
+#include <exception>
+#include <mutex>
+
+#include "parallel/transfer_record.h"
+
+namespace marrow {
+namespace {
+
+void check_nccl(ncclResult_t result, const char* call, const std::string& group, ncclComm_t comm) {
+  MARROW_CHECK(result == ncclSuccess, ExitCode::kDeviceFault,
+               Fix("see RUN/ranks/first-error: another rank may have failed before; NCCL_DEBUG=INFO shows more, "
+                   "marrow doctor checks the GPUs"),
+               "{} in group {}: {}; {}", call, group, ncclGetErrorString(result), ncclGetLastError(comm));
+}
+
+ncclDataType_t reduction_type(const at::Tensor& values) {
+  switch (values.scalar_type()) {
+    case at::kFloat:
+      return ncclFloat32;
+    case at::kDouble:
+      return ncclFloat64;
+    case at::kInt:
+      return ncclInt32;
+    case at::kLong:
+      return ncclInt64;
+    default:
+      MARROW_THROW(ExitCode::kDeviceFault, Fix("reduce in fp32, fp64, int32 or int64"), "cannot sum tensors of {}",
+                   at::toString(values.scalar_type()));
+  }
+}
+
+bool equal_ranges(std::span<const int64_t> bounds) {
+  for (size_t r = 1; r + 1 < bounds.size(); ++r) {
+    if (bounds[r + 1] - bounds[r] != bounds[1] - bounds[0]) return false;
+  }
+  return true;
+}
+
+class NcclCommunicator : public Communicator {
+ public:
+  NcclCommunicator(std::string name, const std::vector<int64_t>& ranks, int64_t world_rank, const std::string& identity,
+                   at::Device device, int max_ctas, RunRecords* records)
+      : name_(std::move(name)),
+        rank_(std::find(ranks.begin(), ranks.end(), world_rank) - ranks.begin()),
+        size_(static_cast<int64_t>(ranks.size())),
+        stream_(c10::cuda::getStreamFromPool(/*isHighPriority=*/true, device.index())),
+        records_(records),
+        slot_(records != nullptr ? records->add(name_) : &own_slot_) {
+    const c10::cuda::CUDAGuard guard(device);
+    ncclUniqueId id;
+    MARROW_CHECK(identity.size() == sizeof id, ExitCode::kDeviceFault, Fix("start all ranks from one build"),
+                 "group {}: an identity of {} bytes, {} wanted", name_, identity.size(), sizeof id);
+    std::memcpy(&id, identity.data(), sizeof id);
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    if (max_ctas > 0) config.maxCTAs = max_ctas;
+    slot_->begin("connect", 0);
+    slot_->waited_for = true;
+    check_nccl(ncclCommInitRankConfig(&comm_, static_cast<int>(size_), id, static_cast<int>(rank_), &config),
+               "ncclCommInitRankConfig", name_, nullptr);
+    slot_->waited_for = false;
+    slot_->end();
+    if (records_ != nullptr) records_->set_probe(slot_, [this] { probe(); });
+  }
+  ~NcclCommunicator() override {
+    if (records_ != nullptr) records_->set_probe(slot_, {});
+    if (std::uncaught_exceptions() == 0) ncclCommDestroy(comm_);  // else it would wait for the other ranks
+  }
+  NcclCommunicator(const NcclCommunicator&) = delete;
+  NcclCommunicator& operator=(const NcclCommunicator&) = delete;
+
+  const std::string& name() const override { return name_; }
+  int64_t rank() const override { return rank_; }
+  int64_t size() const override { return size_; }
+
+  PendingTransfer all_reduce(const at::Tensor& values) override {
+    const ncclDataType_t type = reduction_type(values);
+    return launch("all_reduce", {values}, [&] {
+      return ncclAllReduce(values.data_ptr(), values.data_ptr(), count(values.numel()), type, ncclSum, comm_, stream_);
+    });
+  }
+
+  PendingTransfer broadcast(const at::Tensor& values, int64_t root) override {
+    return launch("broadcast", {values}, [&] { return broadcast_bytes(values.data_ptr(), bytes(values), root); });
+  }
+
+  PendingTransfer all_gather(const at::Tensor& whole, std::span<const int64_t> bounds) override {
+    const int64_t width = whole.element_size();
+    return launch("all_gather", {whole}, [&] {
+      if (equal_ranges(bounds)) {
+        return ncclAllGather(at(whole, bounds[rank_]), at(whole, bounds[0]), count((bounds[1] - bounds[0]) * width),
+                             ncclUint8, comm_, stream_);
+      }
+      return each_range(bounds, [&](int64_t begin, int64_t elements, int64_t root) {
+        return broadcast_bytes(at(whole, begin), count(elements * width), root);
+      });
+    });
+  }
+
+  PendingTransfer reduce_scatter(const at::Tensor& whole, std::span<const int64_t> bounds) override {
+    const ncclDataType_t type = reduction_type(whole);
+    return launch("reduce_scatter", {whole}, [&] {
+      if (equal_ranges(bounds)) {
+        return ncclReduceScatter(at(whole, bounds[0]), at(whole, bounds[rank_]), count(bounds[1] - bounds[0]), type,
+                                 ncclSum, comm_, stream_);
+      }
+      return each_range(bounds, [&](int64_t begin, int64_t elements, int64_t root) {
+        return ncclReduce(at(whole, begin), at(whole, begin), count(elements), type, ncclSum, static_cast<int>(root),
+                          comm_, stream_);
+      });
+    });
+  }
+
+  PendingTransfer all_to_all(const at::Tensor& send, std::span<const int64_t> send_rows, const at::Tensor& receive,
+                             std::span<const int64_t> receive_rows) override {
+    const std::vector<int64_t> sent = row_starts(*this, send, send_rows);
+    const std::vector<int64_t> received = row_starts(*this, receive, receive_rows);
+    const int64_t width = row_bytes(send);
+    return launch("all_to_all", {send, receive}, [&] {
+      for (int64_t peer = 0; peer < size_; ++peer) {  // the group reports the first of their errors
+        if (send_rows[peer] > 0) send_bytes(start(send, sent[peer], width), count(send_rows[peer] * width), peer);
+        if (receive_rows[peer] > 0) {
+          receive_bytes(start(receive, received[peer], width), count(receive_rows[peer] * width), peer);
+        }
+      }
+      return ncclSuccess;
+    });
+  }
+
+  PendingTransfer send(const at::Tensor& values, int64_t to) override {
+    return launch("send", {values}, [&] { return send_bytes(values.data_ptr(), bytes(values), to); });
+  }
+
+  PendingTransfer receive(const at::Tensor& values, int64_t from) override {
+    return launch("receive", {values}, [&] { return receive_bytes(values.data_ptr(), bytes(values), from); });
+  }
+
+  PendingTransfer exchange(const at::Tensor& sent, int64_t to, const at::Tensor& received, int64_t from) override {
+    return launch("exchange", {sent, received}, [&] {
+      send_bytes(sent.data_ptr(), bytes(sent), to);
+      return receive_bytes(received.data_ptr(), bytes(received), from);
+    });
+  }
+
+ private:
+  static size_t count(int64_t elements) { return static_cast<size_t>(elements); }
+  static size_t bytes(const at::Tensor& values) { return values.nbytes(); }
+  static char* start(const at::Tensor& values, int64_t row, int64_t width) {
+    return static_cast<char*>(values.data_ptr()) + row * width;
+  }
+  static char* at(const at::Tensor& values, int64_t element) { return start(values, element, values.element_size()); }
+
+  ncclResult_t send_bytes(const void* data, size_t size, int64_t to) {
+    return ncclSend(data, size, ncclUint8, static_cast<int>(to), comm_, stream_);
+  }
+  ncclResult_t receive_bytes(void* data, size_t size, int64_t from) {
+    return ncclRecv(data, size, ncclUint8, static_cast<int>(from), comm_, stream_);
+  }
+  ncclResult_t broadcast_bytes(void* data, size_t size, int64_t root) {
+    return ncclBroadcast(data, data, size, ncclUint8, static_cast<int>(root), comm_, stream_);
+  }
+  template <typename Body>
+  ncclResult_t each_range(std::span<const int64_t> bounds, const Body& body) {
+    for (int64_t r = 0; r < size_; ++r) {
+      if (bounds[r + 1] == bounds[r]) continue;
+      if (const ncclResult_t result = body(bounds[r], bounds[r + 1] - bounds[r], r); result != ncclSuccess)
+        return result;
+    }
+    return ncclSuccess;
+  }
+
+  // Starts body() after what the current stream holds; wait() lets the then current stream wait for its end.
+  template <typename Body>
+  PendingTransfer launch(const char* operation, std::vector<at::Tensor> tensors, const Body& body) {
+    const c10::cuda::CUDAGuard guard(stream_.device());
+    at::cuda::CUDAEvent ready;
+    ready.record(at::cuda::getCurrentCUDAStream(stream_.device_index()));
+    ready.block(stream_);
+    check_nccl(ncclGroupStart(), "ncclGroupStart", name_, comm_);
+    const ncclResult_t result = body();
+    const ncclResult_t end = ncclGroupEnd();
+    check_nccl(result != ncclSuccess ? result : end, operation, name_, comm_);
+    auto done = std::make_shared<at::cuda::CUDAEvent>();
+    done->record(stream_);
+    {
+      const std::lock_guard lock(mutex_);
+      slot_->begin(operation, static_cast<int64_t>(tensors[0].nbytes()));
+      in_flight_.push_back(done);
+      retire();
+    }
+    return {[done] { done->block(at::cuda::getCurrentCUDAStream(done->device_index())); }, std::move(tensors)};
+  }
+
+  // With mutex_ held: what the GPU has finished is over.
+  void retire() {
+    while (!in_flight_.empty() && in_flight_.front()->query()) {
+      in_flight_.pop_front();
+      slot_->end();
+    }
+    slot_->waited_for = !in_flight_.empty();
+  }
+  void probe() {  // by the watchdog's thread
+    const std::lock_guard lock(mutex_);
+    retire();
+    ncclResult_t state = ncclSuccess;
+    check_nccl(ncclCommGetAsyncError(comm_, &state), "ncclCommGetAsyncError", name_, comm_);
+    check_nccl(state == ncclInProgress ? ncclSuccess : state, slot_->operation, name_, comm_);
+  }
+
+  std::string name_;
+  int64_t rank_, size_;
+  c10::cuda::CUDAStream stream_;
+  ncclComm_t comm_ = nullptr;
+  RunRecords* records_;
+  OperationSlot own_slot_;
+  OperationSlot* slot_;
+  std::mutex mutex_;
+  std::deque<std::shared_ptr<at::cuda::CUDAEvent> > in_flight_;  // events of unfinished operations, in order
+};
+
+}  // namespace
+
+std::string new_nccl_identity() {
+  ncclUniqueId id;
+  check_nccl(ncclGetUniqueId(&id), "ncclGetUniqueId", "(new)", nullptr);
+  return {reinterpret_cast<const char*>(&id), sizeof id};
+}
+
+std::unique_ptr<Communicator> make_nccl_communicator(const std::string& name, const std::vector<int64_t>& ranks,
+                                                     int64_t world_rank, const std::string& identity, at::Device device,
+                                                     int max_ctas, RunRecords* records) {
+  return std::make_unique<NcclCommunicator>(name, ranks, world_rank, identity, device, max_ctas, records);
+}
+
+}  // namespace marrow
+
+#endif
