@@ -15,6 +15,7 @@
 
 namespace marrow {
 
+class Communicator;
 class KeyValueCache;
 
 // Parameters by ParameterSpec::name.
@@ -36,7 +37,7 @@ struct ModelShape {
 
 // What one micro-batch needs in every layer.
 struct LayerContext {
-  AttentionLayout attention;   // sequences, documents
+  AttentionLayout attention;   // sequences, documents; whole, also where a context group splits them
   at::Tensor positions;        // [T] int32, within the sequence (or document, where masked)
   int64_t balance_groups = 1;  // G: groups of consecutive tokens whose router statistics are apart
   bool forced_routing = false;
@@ -44,7 +45,8 @@ struct LayerContext {
   at::Tensor selection_bias;               // [E] fp32 of this layer, or undefined
   std::shared_ptr<RouterBalance> balance;  // the balance term's gradient, set after S1's forward
   WeightGradQueue* weight_grads = nullptr;
-  KeyValueCache* cache = nullptr;  // generation: attention reads and extends it
+  Communicator* context_ring = nullptr;  // context group, keys and values go round it; none: cp = 1
+  KeyValueCache* cache = nullptr;        // generation: attention reads and extends it
 };
 
 // What S1 gives.

@@ -8,6 +8,7 @@
 #include "ops/rms_norm.h"
 #include "ops/rows.h"
 #include "ops/swiglu.h"
+#include "parallel/context_attention.h"
 
 namespace marrow {
 namespace {
@@ -145,7 +146,8 @@ class Qwen3MoeLayer final : public DecoderLayer {
     const double scale = 1.0 / std::sqrt(static_cast<double>(config_.head_size));
     const at::Tensor attended = context.cache != nullptr
                                     ? context.cache->attend(layer_, q, k, v, scale)
-                                    : attention(q, k, v, context.attention, scale, context.deterministic);
+                                    : context_attention(q, k, v, context.attention, scale, context.deterministic,
+                                                        context.context_ring);
     const at::Tensor projected = linear(attended.flatten(1), output_, *context.weight_grads);
     auto [residual, post] = add_rms_norm(projected, hidden, post_norm_, eps);
     RouterOptions options;

@@ -24,4 +24,8 @@ at::Tensor attention(const at::Tensor& q,  // [T, Hq, D]
                      const at::Tensor& v,  // [T, Hkv, Dv]
                      const AttentionLayout& layout, double scale, bool deterministic = false);
 
+// Throws unless the tensors fit each other and the layout; `ranks`: each has that part of its tokens.
+void check_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const AttentionLayout& layout,
+                     int64_t ranks = 1);
+
 }  // namespace marrow

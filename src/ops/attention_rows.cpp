@@ -1,4 +1,4 @@
-#include "ops/attention_cpu.h"
+#include "ops/attention_rows.h"
 
 #include "ops/cpu_math.h"
 #include "ops/op_tools.h"
@@ -20,16 +20,16 @@ Tensor by_token(const Tensor& x, at::ScalarType dtype) {
   return x.transpose(0, 1).to(dtype).contiguous().flatten(1, 2);
 }
 
-// Query rows of tokens [first, last) of a segment, and the keys [first_key, last) that some of them
-// see. first_row and first_key are rows of the [Hkv, T, …] tensors.
+// Query rows of some tokens of a segment, and the keys that some of them see. first_row and first_key
+// are rows of the [Hkv, T, …] tensors; begins and ends are the tokens' keys, counted as `origin` is.
 struct Block {
   int64_t first_row, rows, first_key, keys;
-  int64_t group, window;
+  int64_t group, origin;
+  const int64_t *begins, *ends;
 
   // Zeros what query row `row` of `scores` [keys] must not see; returns the visible part's place.
   std::pair<int64_t, int64_t> visible_part(int64_t row, float* scores) const {
-    const int64_t end = keys - (rows - 1 - row) / group;
-    const int64_t begin = window == 0 ? 0 : std::max<int64_t>(0, end - window);
+    const int64_t begin = begins[row / group] - origin, end = ends[row / group] - origin;
     std::fill(scores, scores + begin, 0.0f);
     std::fill(scores + end, scores + keys, 0.0f);
     return {begin, end - begin};
@@ -39,37 +39,69 @@ struct Block {
 // Runs work(block, scratch, scratch), each scratch for rows · keys, for all blocks; those of a unit
 // in order, by one thread.
 template <typename Work>
-void for_blocks(const CpuAttention& attention, const Tensor& q, const Work& work) {
-  const int64_t kv_heads = q.size(0), tokens = q.size(1), group = q.size(2);
+void for_blocks(const RowAttention& attention, const Tensor& q, const Tensor& k, const Work& work) {
+  const int64_t kv_heads = q.size(0), group = q.size(2);
   const auto segments = static_cast<int64_t>(attention.segments.size()) - 1;
   const int64_t step = std::max<int64_t>(1, kBlockRows / group);  // tokens of a block
-  at::parallel_for(0, segments * kv_heads, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t unit = begin; unit < end; ++unit) {
-      const int64_t start = attention.segments[unit / kv_heads];
+  const std::vector<int64_t>&begins = attention.first_key, &ends = attention.end_key;
+  at::parallel_for(0, segments * kv_heads, 1, [&](int64_t unit_begin, int64_t unit_end) {
+    for (int64_t unit = unit_begin; unit < unit_end; ++unit) {
+      const int64_t start = attention.segments[unit / kv_heads], head = unit % kv_heads;
       const int64_t stop = attention.segments[unit / kv_heads + 1];
-      const int64_t base = unit % kv_heads * tokens;
-      std::vector<float> scores(step * group * (stop - start)), d_scores(scores.size());
+      if (start == stop) continue;
+      std::vector<float> scores(step * group * (ends[stop - 1] - begins[start])), d_scores(scores.size());
       for (int64_t first = start; first < stop; first += step) {
-        const int64_t last = std::min(stop, first + step);
-        const int64_t first_key = attention.window == 0 ? start : std::max(start, first - attention.window + 1);
-        work(Block{(base + first) * group, (last - first) * group, base + first_key, last - first_key, group,
-                   attention.window},
+        const int64_t last = std::min(stop, first + step), origin = begins[first];
+        work(Block{(head * q.size(1) + first) * group, (last - first) * group, head * k.size(1) + origin,
+                   ends[last - 1] - origin, group, origin, begins.data() + first, ends.data() + first},
              scores.data(), d_scores.data());
       }
     }
   });
 }
 
+// The composition on the GPU: q and d_out as [Hkv, T · group, …], so that a key/value head meets all
+// its query rows in one product; k and v as [Hkv, K, …]. Scores of hidden pairs are −∞.
+Tensor plain_scores(const RowAttention& attention, const Tensor& queries, const Tensor& keys) {
+  const int64_t group = queries.size(1) / std::max<int64_t>(1, attention.first_key.size());
+  const auto per_row = [&](const std::vector<int64_t>& limits) {
+    return at::tensor(limits, at::kLong).to(queries.device()).repeat_interleave(group).unsqueeze(1);
+  };
+  const Tensor key = at::arange(keys.size(1), queries.options().dtype(at::kLong));
+  const Tensor hidden = key.lt(per_row(attention.first_key)).logical_or_(key.ge(per_row(attention.end_key)));
+  return at::matmul(queries, keys.transpose(1, 2)).masked_fill_(hidden, -INFINITY);
+}
+
+std::pair<Tensor, Tensor> plain_forward(const RowAttention& attention, const Tensor& queries, const Tensor& keys,
+                                        const Tensor& values) {
+  const Tensor scores = plain_scores(attention, queries, keys), lse = scores.logsumexp(-1, true);
+  return {at::matmul(scores.sub(lse.clamp_min(-1e30)).exp_(), values), lse};
+}
+
+std::array<Tensor, 3> plain_backward(const RowAttention& attention, const Tensor& queries, const Tensor& keys,
+                                     const Tensor& values, const Tensor& lse, const Tensor& deltas,
+                                     const Tensor& d_results) {
+  const Tensor weights = plain_scores(attention, queries, keys).sub_(lse).exp_();
+  const Tensor d_scores = at::matmul(d_results, values.transpose(1, 2)).sub_(deltas).mul_(weights);
+  return {at::matmul(d_scores, keys), at::matmul(d_scores.transpose(1, 2), queries),
+          at::matmul(weights.transpose(1, 2), d_results)};
+}
+
 }  // namespace
 
-std::pair<Tensor, Tensor> attention_forward_cpu(const CpuAttention& attention, const Tensor& q, const Tensor& k,
-                                                const Tensor& v) {
+std::pair<Tensor, Tensor> attention_rows_forward(const RowAttention& attention, const Tensor& q, const Tensor& k,
+                                                 const Tensor& v) {
   const int64_t kv_heads = k.size(1), size = q.size(2), value_size = v.size(2);
   const Tensor queries = by_kv_head(q, kv_heads).mul(attention.scale);
   const Tensor keys = by_kv_head(k, kv_heads), values = by_kv_head(v, kv_heads);
+  if (!q.is_cpu()) {
+    const auto [out, lse] = plain_forward(attention, queries.flatten(1, 2), keys.flatten(1, 2), values.flatten(1, 2));
+    const std::array<int64_t, 2> rows{q.size(0), queries.size(2)};
+    return {by_token(out.unflatten(1, rows), q.scalar_type()), lse.squeeze(2).unflatten(1, rows)};
+  }
   const Tensor out = at::empty({kv_heads, q.size(0), queries.size(2), value_size});
   const Tensor lse = at::empty({kv_heads, q.size(0), queries.size(2)});
-  for_blocks(attention, queries, [&](const Block& block, float* scores, float*) {
+  for_blocks(attention, queries, keys, [&](const Block& block, float* scores, float*) {
     const int64_t n = block.keys, rows = block.rows;
     float* results = floats(out) + block.first_row * value_size;
     sgemm(false, true, rows, n, size, floats(queries) + block.first_row * size, size,
@@ -81,7 +113,7 @@ std::pair<Tensor, Tensor> attention_forward_cpu(const CpuAttention& attention, c
       const float most = max_of_row(visible, count);
       const float sum = exp_row(visible, count, most);
       floats(lse)[block.first_row + row] = most + std::log(sum);
-      inverse[row] = 1.0f / sum;
+      inverse[row] = count > 0 ? 1.0f / sum : 0.0f;
     }
     sgemm(false, false, rows, value_size, n, scores, n, floats(values) + block.first_key * value_size, value_size, 0,
           results, value_size);
@@ -93,16 +125,24 @@ std::pair<Tensor, Tensor> attention_forward_cpu(const CpuAttention& attention, c
   return {by_token(out, q.scalar_type()), lse};
 }
 
-std::array<Tensor, 3> attention_backward_cpu(const CpuAttention& attention, const Tensor& q, const Tensor& k,
-                                             const Tensor& v, const Tensor& out, const Tensor& lse,
-                                             const Tensor& d_out) {
+std::array<Tensor, 3> attention_rows_backward(const RowAttention& attention, const Tensor& q, const Tensor& k,
+                                              const Tensor& v, const Tensor& out, const Tensor& lse,
+                                              const Tensor& d_out) {
   const int64_t kv_heads = k.size(1), size = q.size(2), value_size = v.size(2);
   const Tensor queries = by_kv_head(q, kv_heads).mul(attention.scale);
   const Tensor keys = by_kv_head(k, kv_heads), values = by_kv_head(v, kv_heads);
   const Tensor d_results = by_kv_head(d_out, kv_heads);
   const Tensor deltas = (d_results * by_kv_head(out, kv_heads)).sum(-1);  // [Hkv, T, group]
+  const at::ScalarType dtype = q.scalar_type();
+  if (!q.is_cpu()) {
+    const auto [dq, dk, dv] =
+        plain_backward(attention, queries.flatten(1, 2), keys.flatten(1, 2), values.flatten(1, 2),
+                       lse.flatten(1).unsqueeze(2), deltas.flatten(1).unsqueeze(2), d_results.flatten(1, 2));
+    return {by_token(dq.view_as(queries).mul(attention.scale), dtype), by_token(dk.unsqueeze(2), dtype),
+            by_token(dv.unsqueeze(2), dtype)};
+  }
   const Tensor dq = at::empty_like(queries), dk = at::zeros_like(keys), dv = at::zeros_like(values);
-  for_blocks(attention, queries, [&](const Block& block, float* scores, float* d_scores) {
+  for_blocks(attention, queries, keys, [&](const Block& block, float* scores, float* d_scores) {
     const int64_t n = block.keys, rows = block.rows;
     const float* block_queries = floats(queries) + block.first_row * size;
     const float* block_keys = floats(keys) + block.first_key * size;
@@ -123,7 +163,6 @@ std::array<Tensor, 3> attention_backward_cpu(const CpuAttention& attention, cons
     sgemm(true, false, n, size, rows, d_scores, n, block_queries, size, 1, floats(dk) + block.first_key * size, size);
     sgemm(false, false, rows, size, n, d_scores, n, block_keys, size, 0, floats(dq) + block.first_row * size, size);
   });
-  const at::ScalarType dtype = q.scalar_type();
   return {by_token(dq.mul_(attention.scale), dtype), by_token(dk, dtype), by_token(dv, dtype)};
 }
 

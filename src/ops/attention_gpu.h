@@ -1,0 +1,33 @@
+// A block of bf16 attention on the GPU: some queries of every sequence against some keys of it.
+#pragma once
+#include "ops/pch.h"
+
+namespace marrow {
+
+struct GpuAttention {
+  double scale = 1.0;
+  bool flash = false;     // ATen's flash kernels: pieces, left, deterministic; else cuDNN, twice as fast
+  bool causal = true;     // row i sees keys 0 … i (as many keys as queries); else all keys
+  bool backward = false;  // a backward may follow
+  bool deterministic = false;
+  int64_t left = -1;    // row i sees no key before i + keys − queries − left; −1: no limit
+  at::Tensor pieces;    // int32 offsets: rows of one piece attend among themselves; batch is 1
+  int64_t longest = 0;  // rows of the longest piece
+
+  void set_pieces(const std::vector<int32_t>& offsets, at::Device device);
+};
+
+// Whether flash must do it, and checks that it can. masked: documents or a window.
+bool needs_flash(const at::Tensor& q, const at::Tensor& v, bool masked, bool deterministic);
+
+// q [B, Sq, Hq, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv] → out [B, Sq, Hq, Dv], log-sum-exp
+// [B, Hq, Sq] fp32, and two tensors that the backward needs.
+std::vector<at::Tensor> attention_gpu_forward(const GpuAttention&, const at::Tensor& q, const at::Tensor& k,
+                                              const at::Tensor& v);
+
+// {dq, dk, dv} from d_out and {q, k, v, out, log-sum-exp, and the forward's two}. Out and log-sum-exp
+// may be those of a merge over more keys.
+std::array<at::Tensor, 3> attention_gpu_backward(const GpuAttention&, const std::vector<at::Tensor>& saved,
+                                                 const at::Tensor& d_out);
+
+}  // namespace marrow
