@@ -34,7 +34,11 @@ std::string small_file(const std::vector<NamedTensor>& tensors) {
 }  // namespace
 
 CheckpointWriter::CheckpointWriter(CheckpointWriterOptions options, std::vector<CheckpointTensor> model, Logger& log)
-    : options_(std::move(options)), model_(std::move(model)), log_(log) {}
+    : options_(std::move(options)), model_(std::move(model)), log_(log) {
+  MARROW_CHECK(options_.ranks == 1 || !options_.run.empty(), ExitCode::kUsage,
+               Fix("a defect: give CheckpointWriterOptions::run the same unique text on all ranks"),
+               "{} ranks save under no common name", options_.ranks);
+}
 
 CheckpointWriter::~CheckpointWriter() {
   try {
@@ -100,6 +104,7 @@ bool CheckpointWriter::copy_to_host(std::vector<Piece>& pieces) {
 
 void CheckpointWriter::save(const CheckpointContent& content) {
   finish();
+  ++saves_;
   std::vector<Piece> pieces = pieces_of(content.ranges);
   std::vector<SideFile> side_files = content.side_files;
   side_files.push_back({kTrainerState, to_json(content.state) + "\n"});
@@ -117,27 +122,27 @@ void CheckpointWriter::save(const CheckpointContent& content) {
 void CheckpointWriter::write(const std::vector<Piece>& pieces, int64_t step,
                              const std::vector<SideFile>& side_files) try {
   CheckpointFiles files(step_folder(options_.dir, step), model_, options_.state_dtype, options_.max_shard_bytes);
+  const std::string save = fmt::format("{}-{}", options_.run, saves_);
   const bool first = options_.rank == 0;
   if (first) {
     remove_stale_staging(options_.dir);
-    files.create();
+    files.create(save);
+  } else {
+    files.join(save, options_.timeout_seconds);
   }
-  options_.barrier();
   for (const Piece& piece : pieces) files.write(piece.name, piece.begin, piece.values);
   files.finish_writing(options_.rank);
-  options_.barrier();
-  if (first) {
-    files.publish(side_files, options_.ranks);
-    remove_old_checkpoints(options_.dir, options_.keep, files.folder());
-  }
-  options_.barrier();
+  if (!first) return;
+  files.publish(side_files, options_.ranks, options_.timeout_seconds);
+  remove_old_checkpoints(options_.dir, options_.keep, files.folder());
 } catch (Error& error) {
   throw error.add_who("saving " + step_folder(options_.dir, step));
 }
 
-Checkpoint::Checkpoint(const std::string& folder)
+Checkpoint::Checkpoint(const std::string& folder, const ContentCheck& check)
     : folder_(folder),
-      state_((check_complete(folder), parse_trainer_state(Json::read_file(folder + "/" + kTrainerState)))),
+      state_((check_complete(folder), check_contents(folder, check),
+              parse_trainer_state(Json::read_file(folder + "/" + kTrainerState)))),
       config_(Json::read_file(folder + "/config.json")) {
   TensorFiles headers_are_sound(tensor_paths(folder, ""));
 }
@@ -185,13 +190,16 @@ std::vector<NamedTensor> Checkpoint::router_state() const {
   return tensors;
 }
 
-std::optional<Checkpoint> newest_checkpoint(const std::string& dir, Logger& log) {
+std::optional<Checkpoint> newest_checkpoint(const std::string& dir, Logger& log, const ContentCheck& check) {
   for (const std::string& folder : step_folders(dir)) {
+    std::optional<Checkpoint> newest;
     try {
-      return Checkpoint(folder);
+      newest.emplace(folder, check);
     } catch (const Error& error) {
       log.warn(fmt::format("skipping a checkpoint: {}", error.what()));
     }
+    if (check.all_agree(newest.has_value())) return newest;
+    if (newest) log.warn(fmt::format("skipping checkpoint {}: another rank found it damaged", folder));
   }
   return std::nullopt;
 }
@@ -206,7 +214,7 @@ Checkpoint open_checkpoint(const std::string& path, Logger& log) {
                path);
   for (const std::string& dir : {path, path + "/checkpoints"}) {
     if (step_folders(dir).empty()) continue;
-    std::optional<Checkpoint> newest = newest_checkpoint(dir, log);
+    std::optional<Checkpoint> newest = newest_checkpoint(dir, log, {.optimizer = false});
     MARROW_CHECK(newest.has_value(), ExitCode::kBadInput, Fix("train anew: none can be used"),
                  "no checkpoint in {} is complete", dir);
     return std::move(*newest);

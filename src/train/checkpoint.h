@@ -19,7 +19,7 @@ struct NamedTensor {
 // What one save writes, as one rank sees it.
 struct CheckpointContent {
   TrainerState state;
-  std::vector<OwnedRange> ranges;         // of this rank; the ranks' together cover all tensors
+  std::vector<OwnedRange> ranges;         // of this rank; the ranks' together hold each element once
   std::vector<NamedTensor> router_state;  // small, of all layers; rank 0's is written
   std::vector<SideFile> side_files;       // config.json, run.toml, tokenizer files; rank 0's
 };
@@ -32,9 +32,8 @@ struct CheckpointWriterOptions {
   int64_t ranks_on_host = 1;                // they share the memory for asynchronous copies
   at::ScalarType state_dtype = at::kFloat;  // of the optimizer state, or kBFloat16
   int64_t max_shard_bytes = 5'000'000'000;
-  // Returns once all ranks have called it. With `async` it runs on the writing thread, so it must
-  // not use a communicator that the training thread uses.
-  std::function<void()> barrier = [] {};
+  std::string run;  // this run's name, alike on all ranks and unlike that of any other run; one rank needs none
+  double timeout_seconds = 600;  // for the other ranks
 };
 
 // Saves. With `async`, save() returns once everything is copied to host memory; a thread writes,
@@ -67,14 +66,15 @@ class CheckpointWriter {
   std::vector<CheckpointTensor> model_;
   Logger& log_;
   at::Tensor host_;            // bytes, kept between saves: pinning memory is slow
+  int64_t saves_ = 0;          // begun so far
   std::future<void> pending_;  // the save in the background
 };
 
 // A complete checkpoint, open for reading.
 class Checkpoint {
  public:
-  // Errors (kBadInput) that name what is missing or damaged.
-  explicit Checkpoint(const std::string& folder);
+  // Errors (kBadInput) that name what is missing or damaged; reads the files that `check` says.
+  explicit Checkpoint(const std::string& folder, const ContentCheck& check = {.optimizer = false});
 
   const std::string& folder() const { return folder_; }
   const TrainerState& state() const { return state_; }
@@ -94,9 +94,9 @@ class Checkpoint {
   Json config_;
 };
 
-// The newest complete checkpoint in `dir`, if any. Each newer one that is damaged or was not
+// The newest sound checkpoint in `dir`, if any, the same on all ranks. Each newer one that is damaged or was not
 // finished is named in a warning.
-std::optional<Checkpoint> newest_checkpoint(const std::string& dir, Logger& log);
+std::optional<Checkpoint> newest_checkpoint(const std::string& dir, Logger& log, const ContentCheck& check = {});
 // `path` itself where it is a checkpoint, else the newest one in it or in its checkpoints/.
 Checkpoint open_checkpoint(const std::string& path, Logger& log);
 // Is `path` meant as a checkpoint (or holds some), rather than a Hugging Face folder?

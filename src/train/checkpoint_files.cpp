@@ -1,7 +1,10 @@
 #include "train/checkpoint_files.h"
 
+#include <atomic>
 #include <cinttypes>
+#include <cstring>
 #include <filesystem>
+#include <thread>
 
 namespace marrow {
 namespace fs = std::filesystem;
@@ -9,19 +12,42 @@ namespace {
 
 constexpr int64_t kWriteElements = int64_t{1} << 26;
 
-std::string written_note(int64_t rank) { return fmt::format("rank-{:05}.written", rank); }
+constexpr int64_t kCheckBytes = int64_t{1} << 24;
 
-// JSON with the size of every file of the folder.
-std::string marker_text(const std::string& folder) {
-  std::map<std::string, int64_t> sizes;
-  for (const auto& entry : fs::directory_iterator(folder)) {
-    if (entry.path().filename() != kCompleteMarker) {
-      sizes[entry.path().filename().string()] = static_cast<int64_t>(entry.file_size());
+std::string written_note(int64_t rank) { return fmt::format("rank-{:05}.written", rank); }
+constexpr const char* kReadyNote = "ready";
+
+// Appears whole, but need not survive a power cut: no folder is flushed, which may be renamed at any moment.
+void leave_note(const std::string& path, const JsonWriter& note) {
+  OutputFile file(path + ".tmp");
+  file.append(note.text());
+  file.close();
+  fs::rename(path + ".tmp", path);
+}
+
+// The note at `path`, once it is one of this save.
+Json wait_for_note(const std::string& path, const std::string& save, double timeout_seconds) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_seconds);
+  for (auto pause = std::chrono::milliseconds(1);; pause = std::min(2 * pause, std::chrono::milliseconds(100))) {
+    try {
+      if (fs::exists(path)) {
+        const Json note = Json::read_file(path);
+        if (note.at("save").as_string() == save) return note;
+      }
+    } catch (const Error&) {  // an older one, removed while it was read
     }
+    MARROW_CHECK(
+        std::chrono::steady_clock::now() < deadline, ExitCode::kDeviceFault,
+        Fix("see the other ranks' logs, and check that checkpoint.dir is on a file system that all ranks share"),
+        "waited {} s in vain for {} of save {}", timeout_seconds, path, save);
+    std::this_thread::sleep_for(pause);
   }
-  JsonWriter files;
-  for (const auto& [name, size] : sizes) files.field(name, size);
-  return JsonWriter().field("format", 1).raw("files", files.text()).text() + "\n";
+}
+
+// Odd, and unlike for words that are near each other.
+uint32_t weight_of(uint64_t word) {
+  const uint32_t mixed = static_cast<uint32_t>(word) * 0x9E3779B1u ^ static_cast<uint32_t>(word >> 32) * 0x85EBCA77u;
+  return (mixed ^ mixed >> 15) | 1u;
 }
 
 bool is_complete(const std::string& folder) {
@@ -67,6 +93,7 @@ CheckpointFiles::CheckpointFiles(std::string folder, const std::vector<Checkpoin
   for (auto& layout : layout_shards("optimizer", states, max_shard_bytes)) {
     layouts_.push_back(std::move(layout));
   }
+  checksums_.resize(layouts_.size());
   for (size_t i = 0; i < layouts_.size(); ++i) {
     for (const StoredTensor& tensor : layouts_[i].tensors) {
       places_.emplace(tensor.name, Place{i, &tensor});
@@ -75,14 +102,23 @@ CheckpointFiles::CheckpointFiles(std::string folder, const std::vector<Checkpoin
   }
 }
 
-void CheckpointFiles::create() {
+void CheckpointFiles::create(const std::string& save) {
+  save_ = save;
   staging_.emplace(folder_, tensor_bytes_);
-  for (const SafetensorsLayout& layout : layouts_) {
+  for (size_t i = 0; i < layouts_.size(); ++i) {
+    const SafetensorsLayout& layout = layouts_[i];
     OutputFile file(staged(layout.file_name));
     file.append(layout.header);
     file.truncate_to(layout.file_bytes);
     file.close();
+    checksums_[i] += range_checksum(std::as_bytes(std::span(layout.header)), 0);
   }
+  leave_note(staged(kReadyNote), JsonWriter().field("save", save));
+}
+
+void CheckpointFiles::join(const std::string& save, double timeout_seconds) {
+  save_ = save;
+  wait_for_note(staged(kReadyNote), save, timeout_seconds);
 }
 
 void CheckpointFiles::write(const std::string& name, int64_t begin, const at::Tensor& values) {
@@ -101,8 +137,10 @@ void CheckpointFiles::write(const std::string& name, int64_t begin, const at::Te
   for (int64_t done = 0; done < values.numel(); done += kWriteElements) {
     const int64_t n = std::min(kWriteElements, values.numel() - done);
     const at::Tensor part = values.narrow(0, done, n).cpu().contiguous();
-    output.write_at(tensor->begin + (begin + done) * width,
-                    {static_cast<const std::byte*>(part.const_data_ptr()), part.nbytes()});
+    const std::span bytes(static_cast<const std::byte*>(part.const_data_ptr()), part.nbytes());
+    const int64_t offset = tensor->begin + (begin + done) * width;
+    output.write_at(offset, bytes);
+    checksums_[file] += range_checksum(bytes, offset);
   }
   written_bytes_ += values.numel() * width;
 }
@@ -113,35 +151,47 @@ void CheckpointFiles::finish_writing(int64_t rank) {
     file.close();
   }
   open_.clear();
-  write_text_file_atomically(staged(written_note(rank)), fmt::format("{}", written_bytes_));
+  leave_note(staged(written_note(rank)),
+             JsonWriter().field("save", save_, "bytes", written_bytes_, "checksums",
+                                std::vector<int64_t>(checksums_.begin(), checksums_.end())));
 }
 
 // A range that no rank owns, or two do, would be zeros or a race: never a checkpoint.
-void CheckpointFiles::check_all_written(int64_t ranks) const {
+void CheckpointFiles::gather_notes(int64_t ranks, double timeout_seconds) {
   int64_t written = 0;
+  std::ranges::fill(checksums_, 0);
   for (int64_t rank = 0; rank < ranks; ++rank) {
-    const std::string note = staged(written_note(rank));
-    written += std::stoll(read_text_file(note, ExitCode::kDeviceFault));
-    fs::remove(note);
+    const Json note = wait_for_note(staged(written_note(rank)), save_, timeout_seconds);
+    written += note.at("bytes").as_int();
+    for (size_t i = 0; i < checksums_.size(); ++i)
+      checksums_[i] += static_cast<uint64_t>(note.at("checksums").at(i).as_int());
+    fs::remove(staged(written_note(rank)));
   }
+  fs::remove(staged(kReadyNote));
   MARROW_CHECK(written == tensor_bytes_, ExitCode::kDeviceFault,
                Fix("this is a defect: the ranks' owned ranges must cover every tensor once"),
                "the ranks wrote {} bytes of the {} of {}", written, tensor_bytes_, folder_);
 }
 
-void CheckpointFiles::publish(const std::vector<SideFile>& side_files, int64_t ranks) {
-  check_all_written(ranks);
-  for (const SideFile& file : side_files) staging_->write_text(file.name, file.text);
-  const std::string marker = marker_text(staging_->path());
+void CheckpointFiles::publish(const std::vector<SideFile>& side_files, int64_t ranks, double timeout_seconds) {
+  gather_notes(ranks, timeout_seconds);
+  JsonWriter files;
+  const auto list = [&](const std::string& name, int64_t bytes, uint64_t checksum) {
+    files.raw(name, JsonWriter().field("bytes", bytes, "checksum", static_cast<int64_t>(checksum)).text());
+  };
+  for (size_t i = 0; i < layouts_.size(); ++i) list(layouts_[i].file_name, layouts_[i].file_bytes, checksums_[i]);
+  for (const SideFile& file : side_files) {
+    staging_->write_text(file.name, file.text);
+    list(file.name, static_cast<int64_t>(file.text.size()), range_checksum(std::as_bytes(std::span(file.text)), 0));
+  }
+  const std::string marker = JsonWriter().field("format", 2).raw("files", files.text()).text() + "\n";
   // In place of an older checkpoint of the same step the marker comes along with the rename, so
   // that there is no moment without a complete one.
   const bool replaces = fs::exists(folder_);
   if (replaces) staging_->write_text(kCompleteMarker, marker);
   staging_->publish();
   staging_.reset();
-  if (!replaces) {
-    write_text_file_atomically(folder_ + "/" + kCompleteMarker, marker);
-  }
+  if (!replaces) write_text_file_atomically(folder_ + "/" + kCompleteMarker, marker);
 }
 
 std::string step_folder(const std::string& dir, int64_t step) {
@@ -167,14 +217,59 @@ void check_complete(const std::string& folder) {
   const std::string marker = (fs::path(folder) / kCompleteMarker).string();
   MARROW_CHECK(fs::exists(marker), ExitCode::kBadInput, Fix("use another checkpoint; this one's save was interrupted"),
                "{} is no complete checkpoint: it has no file {}", folder, kCompleteMarker);
-  for (const auto& [name, size] : Json::read_file(marker).at("files").items()) {
+  const Json text = Json::read_file(marker);
+  if (text.at("format").as_int() != 2) {
+    text.fail("unknown format", Fix("use a checkpoint of this version of marrow, or import its export"));
+  }
+  for (const auto& [name, file] : text.at("files").items()) {
     const fs::path path = fs::path(folder) / name;
     const int64_t actual = fs::exists(path) ? static_cast<int64_t>(fs::file_size(path)) : 0;
-    MARROW_CHECK(fs::exists(path) && actual == size.as_int(), ExitCode::kBadInput,
+    const int64_t saved = file.at("bytes").as_int();
+    MARROW_CHECK(fs::exists(path) && actual == saved, ExitCode::kBadInput,
                  Fix("use another checkpoint; this one is damaged"),
-                 "checkpoint {} is damaged: {} has {} bytes, but was saved with {}", folder, name, actual,
-                 size.as_int());
+                 "checkpoint {} is damaged: {} has {} bytes, but was saved with {}", folder, name, actual, saved);
   }
+}
+
+void check_contents(const std::string& folder, const ContentCheck& check) {
+  int64_t index = 0;
+  for (const auto& [name, file] : Json::read_file(folder + "/" + kCompleteMarker).at("files").items()) {
+    if (index++ % check.ranks != check.rank || (!check.optimizer && name.starts_with("optimizer-"))) continue;
+    const MappedFile mapped(folder + "/" + name);
+    const int64_t size = static_cast<int64_t>(mapped.bytes().size());
+    std::atomic<uint64_t> sum = 0;
+    at::parallel_for(0, (size + kCheckBytes - 1) / kCheckBytes, 1, [&](int64_t first, int64_t last) {
+      const int64_t begin = first * kCheckBytes, end = std::min(last * kCheckBytes, size);
+      sum += range_checksum(mapped.bytes().subspan(begin, end - begin), begin);
+    });
+    const uint64_t saved = static_cast<uint64_t>(file.at("checksum").as_int());
+    MARROW_CHECK(
+        sum == saved, ExitCode::kBadInput, Fix("use another checkpoint; this one is damaged"),
+        "checkpoint {} is damaged: the contents of {} are not those that were saved (checksum {:x}, saved {:x})",
+        folder, name, sum.load(), saved);
+  }
+}
+
+uint64_t range_checksum(std::span<const std::byte> bytes, int64_t offset) {
+  uint64_t sum = 0;
+  const auto add_part_of_word = [&](size_t n) {  // its other bytes count as zeros
+    uint32_t word = 0;
+    std::memcpy(reinterpret_cast<std::byte*>(&word) + offset % 4, bytes.data(), n);
+    sum += uint64_t{word} * weight_of(static_cast<uint64_t>(offset) / 4);
+    bytes = bytes.subspan(n);
+    offset += static_cast<int64_t>(n);
+  };
+  if (offset % 4 != 0) add_part_of_word(std::min<size_t>(4 - offset % 4, bytes.size()));
+  const uint64_t first = static_cast<uint64_t>(offset) / 4, words = bytes.size() / 4;
+  for (uint64_t i = 0; i < words; ++i) {
+    uint32_t word = 0;
+    std::memcpy(&word, bytes.data() + 4 * i, 4);
+    sum += uint64_t{word} * weight_of(first + i);
+  }
+  bytes = bytes.subspan(4 * words);
+  offset += static_cast<int64_t>(4 * words);
+  if (!bytes.empty()) add_part_of_word(bytes.size());
+  return sum;
 }
 
 void remove_old_checkpoints(const std::string& dir, int64_t keep, const std::string& saved) {

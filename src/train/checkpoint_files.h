@@ -19,24 +19,26 @@ std::vector<CheckpointTensor> checkpoint_tensors(const std::vector<ParameterSpec
 
 inline constexpr const char* kCompleteMarker = "COMPLETE";
 
-// Writes model-*.safetensors (fp32 masters) and optimizer-*.safetensors (NAME.exp_avg,
-// NAME.exp_avg_sq). Files, headers and offsets are a pure function of `tensors`, so what is written
-// does not depend on who writes it. The steps, with a barrier after each:
-//   rank 0: create()   all ranks: write(), finish_writing(rank)   rank 0: publish()
-// Where rank 0 does not come to publish(), its destructor removes what was written.
+// Writes model-*.safetensors (fp32 masters) and optimizer-*.safetensors (NAME.exp_avg, NAME.exp_avg_sq). Files, headers
+// and offsets are a pure function of `tensors`, so what is written does not depend on who writes it:
+//   rank 0: create()   other ranks: join()   all: write(), finish_writing(rank)   rank 0: publish()
+// Ranks meet through notes in the staging folder, which all must see: no communicator is used, so this may run beside
+// training. Where rank 0 does not come to publish(), its destructor removes what was written.
 class CheckpointFiles {
  public:
   // `folder` is the checkpoint's final path. `state_dtype`: kBFloat16 or kFloat.
   CheckpointFiles(std::string folder, const std::vector<CheckpointTensor>& tensors, at::ScalarType state_dtype,
                   int64_t max_shard_bytes = 5'000'000'000);
 
-  void create();  // the staging folder with every file at its final size
+  // `save` names this save, alike on all ranks and unlike any before it: notes of another are none.
+  void create(const std::string& save = "only");  // the staging folder with every file at its final size
+  void join(const std::string& save, double timeout_seconds);
   // Elements [begin, begin + values.numel()) of "NAME", "NAME.exp_avg" or "NAME.exp_avg_sq", in
   // the dtype that is saved. values [n], any device.
   void write(const std::string& name, int64_t begin, const at::Tensor& values);
   void finish_writing(int64_t rank);  // flushes what this rank wrote, notes how much
-  // Checks that all bytes were written by ranks 0..ranks-1, flushes, renames, marks as complete.
-  void publish(const std::vector<SideFile>& side_files, int64_t ranks);
+  // Waits for ranks 0..ranks-1, checks that they wrote all bytes, flushes, renames, marks as complete.
+  void publish(const std::vector<SideFile>& side_files, int64_t ranks, double timeout_seconds = 0);
 
   const std::string& folder() const { return folder_; }
 
@@ -46,10 +48,11 @@ class CheckpointFiles {
     const StoredTensor* tensor = nullptr;
   };
   std::string staged(const std::string& name) const { return staging_path(folder_) + "/" + name; }
-  void check_all_written(int64_t ranks) const;
+  void gather_notes(int64_t ranks, double timeout_seconds);
 
-  std::string folder_;
+  std::string folder_, save_;
   std::vector<SafetensorsLayout> layouts_;
+  std::vector<uint64_t> checksums_;  // of what this rank wrote, by index in layouts_
   std::unordered_map<std::string_view, Place> places_;
   std::map<size_t, OutputFile> open_;    // by index in layouts_
   std::optional<StagedFolder> staging_;  // rank 0's
@@ -64,6 +67,20 @@ std::vector<std::string> step_folders(const std::string& dir);
 // Errors (kBadInput), naming the file and both sizes, unless `folder` carries the marker of a
 // complete checkpoint and every file that it lists has its size.
 void check_complete(const std::string& folder);
+
+// How the ranks of a run read a checkpoint's files to compare them with its checksums.
+struct ContentCheck {
+  bool optimizer = true;                                                   // the optimizer-* files too
+  int64_t rank = 0, ranks = 1;                                             // each reads every ranks-th file
+  std::function<bool(bool)> all_agree = [](bool sound) { return sound; };  // collective: is it true on every rank?
+};
+// Errors (kBadInput) that name the file which is not as it was saved.
+void check_contents(const std::string& folder, const ContentCheck& check);
+
+// Σ over the file's 4-byte words of word · weight(index), mod 2^64: those of disjoint ranges of a file add up to the
+// file's, and a change of one word always shows. `offset`: where in the file `bytes` begin.
+uint64_t range_checksum(std::span<const std::byte> bytes, int64_t offset);
+
 // Keeps the `keep` newest complete ones (0: all) and always `saved`; removes what an interrupted
 // save left.
 void remove_old_checkpoints(const std::string& dir, int64_t keep, const std::string& saved);

@@ -124,6 +124,17 @@ def check_drift(hub):
     open(os.path.join(hub, "config.json"), "w").write(sound)
 
 
+def checksum(path):
+    """As COMPLETE lists it: Σ word · weight(index) over 4-byte words, mod 2^64, as a signed number."""
+    data = open(path, "rb").read()
+    total = 0
+    for index in range((len(data) + 3) // 4):
+        mixed = index * 0x9E3779B1 & 0xFFFFFFFF
+        total += int.from_bytes(data[4 * index : 4 * index + 4], "little") * ((mixed ^ mixed >> 15) | 1)
+    total %= 2**64
+    return total - 2**64 if total >= 2**63 else total
+
+
 def check_bytes_tokenizer(hub):
     """Our `bytes` tokenizer as transformers sees it, and recognised again on import."""
     checkpoint, out, again, back = (fresh(n) for n in ("checkpoint", "out", "again", "back"))
@@ -135,7 +146,7 @@ def check_bytes_tokenizer(hub):
     saved.update(tokenizer="bytes", tokenizer_hash="bytes-hash", end_of_document=256)
     json.dump(saved, open(state, "w"))
     complete = json.load(open(marker))
-    complete["files"]["trainer_state.json"] = os.path.getsize(state)
+    complete["files"]["trainer_state.json"] = {"bytes": os.path.getsize(state), "checksum": checksum(state)}
     json.dump(complete, open(marker, "w"))
     run("export", checkpoint, "--output", out)
     tokenizer = AutoTokenizer.from_pretrained(out)

@@ -173,10 +173,83 @@ TEST(CheckpointTest, SavesTheSameStepAgain) {
   EXPECT_FALSE(fs::exists(staging_path(step_folder(options.dir, 10))));
 }
 
+// However a file is cut into ranges, and whichever byte changes.
+TEST(CheckpointTest, ChecksumsAddUpAndShowEveryFlippedByte) {
+  std::mt19937 random(1);
+  std::vector<std::byte> file(1003);
+  for (std::byte& byte : file) byte = static_cast<std::byte>(random());
+  const std::span<const std::byte> all(file);
+  const uint64_t whole = range_checksum(all, 0);
+  for (int round = 0; round < 100; ++round) {
+    uint64_t sum = 0;
+    for (size_t begin = 0; begin < file.size();) {
+      const size_t n = std::min<size_t>(random() % 40, file.size() - begin);
+      sum += range_checksum(all.subspan(begin, n), static_cast<int64_t>(begin));
+      begin += n;
+    }
+    EXPECT_EQ(sum, whole);
+  }
+  for (std::byte& byte : file) {
+    for (int bit = 0; bit < 8; ++bit) {
+      byte ^= std::byte{1} << bit;
+      EXPECT_NE(range_checksum(all, 0), whole);
+      byte ^= std::byte{1} << bit;
+    }
+  }
+  const int64_t far = int64_t{1} << 40;  // beyond 32 bits of words
+  EXPECT_NE(range_checksum(all, far), range_checksum(all, far + (int64_t{1} << 34)));
+}
+
+// What an interrupted save of the same step left, complete with its ranks' notes, is not this save's.
+TEST(CheckpointTest, NotesOfAnotherSaveAreIgnored) {
+  const ToyModel toy;
+  const TemporaryFolder folder;
+  CheckpointWriterOptions options = options_for(folder);
+  options.ranks = 2;
+  options.run = "run";
+  options.timeout_seconds = 20;
+  CheckpointFiles stale(step_folder(options.dir, 1), toy.entries, at::kFloat, options.max_shard_bytes);
+  stale.create("earlier-1");
+  for (const int64_t rank : {0, 1}) stale.finish_writing(rank);
+  const auto owned = cut(toy, 2, 8, 4);
+  std::vector<std::thread> threads;
+  for (const int64_t rank : {1, 0}) {
+    threads.emplace_back([&, rank, mine = options]() mutable {
+      mine.rank = rank;
+      Logger log;
+      CheckpointWriter writer(mine, toy.entries, log);
+      writer.save(toy_content(toy, owned[static_cast<size_t>(rank)], 1));
+    });
+    usleep(200'000);
+  }
+  for (std::thread& thread : threads) thread.join();
+  const auto loaded = cut(toy, 1, 0, -1);
+  load_all(toy, Checkpoint(step_folder(options.dir, 1)), loaded);
+  expect_filled(loaded, 4);
+}
+
+TEST(CheckpointTest, RanksDoNotWaitForEver) {
+  const ToyModel toy;
+  for (const int64_t rank : {0, 1}) {
+    const TemporaryFolder folder;
+    CheckpointWriterOptions options = options_for(folder);
+    options.rank = rank;
+    options.ranks = 2;
+    options.run = "run";
+    options.timeout_seconds = 0.1;
+    Logger log;
+    CheckpointWriter writer(options, toy.entries, log);
+    expect_error(ExitCode::kDeviceFault, {rank == 0 ? "rank-00001.written" : "ready", "0.1 s"},
+                 [&] { writer.save(toy_content(toy, cut(toy, 1, 0, 1)[0], 1)); });
+    options.run = "";
+    expect_error(ExitCode::kUsage, {"2 ranks"}, [&] { CheckpointWriter nameless(options, toy.entries, log); });
+  }
+}
+
 TEST(CheckpointTest, DamagedOnesAreNamedAndSkipped) {
   const ToyModel toy;
   const std::string shard = "model-00002-of-00005.safetensors";
-  const std::vector<std::pair<std::string, std::function<void(const std::string&)>>> damages{
+  std::vector<std::pair<std::string, std::function<void(const std::string&)>>> damages{
       {shard, [&](const std::string& f) { fs::resize_file(f + "/" + shard, 1000); }},
       {shard, [&](const std::string& f) { fs::remove(f + "/" + shard); }},
       {"COMPLETE", [](const std::string& f) { fs::remove(f + "/COMPLETE"); }},
@@ -186,6 +259,14 @@ TEST(CheckpointTest, DamagedOnesAreNamedAndSkipped) {
          OutputFile file(f + "/" + shard, true);
          file.write_at(20, std::as_bytes(std::span("garbage")));
        }}};
+  for (const char* file :
+       {"model-00001-of-00005.safetensors", "model-00005-of-00005.safetensors", "optimizer-00003-of-00010.safetensors",
+        "router_state.safetensors", "trainer_state.json", "config.json", "run.toml", "COMPLETE"}) {
+    damages.emplace_back(file, [=](const std::string& f) {  // one bit of one byte
+      const std::string path = f + "/" + file;
+      flip_byte(path, fs::file_size(path) * 3 / 4);
+    });
+  }
   for (const auto& [name, damage] : damages) {
     const TemporaryFolder folder;
     const CheckpointWriterOptions options = options_for(folder);
@@ -193,7 +274,7 @@ TEST(CheckpointTest, DamagedOnesAreNamedAndSkipped) {
     save_one(toy, options, 2);
     damage(step_folder(options.dir, 2));
     expect_error(ExitCode::kBadInput, {"step-00000002", name.c_str()},
-                 [&] { Checkpoint refused(step_folder(options.dir, 2)); });
+                 [&] { Checkpoint refused(step_folder(options.dir, 2), ContentCheck{}); });
     testing::internal::CaptureStderr();
     Logger log;
     const auto newest = newest_checkpoint(options.dir, log);

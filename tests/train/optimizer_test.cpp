@@ -110,7 +110,7 @@ TEST(Optimizer, OneRanksNanStopsTheUpdateOfAll) {
       std::vector<at::Tensor> before;
       for (const FlatGroup& group : store.groups()) before.push_back(group.working.clone());
       Optimizer optimizer(store, config_with(toy.optimizer), rank.world);
-      for (FlatGroup& group : store.groups()) group.grad.fill_(0.5);
+      for (const auto& [key, parameter] : store.table()) parameter.grad.fill_(0.5);
       const double nan = std::nan("");
       if (rank.mesh.rank == 2 && !in_loss) store.groups()[1].grad.narrow(0, 7, 1).fill_(nan);
       reduce(store);
