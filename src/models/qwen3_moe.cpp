@@ -144,10 +144,10 @@ class Qwen3MoeLayer final : public DecoderLayer {
     const auto [q, k, v] =
         qk_norm_rope(qkv, q_norm_, k_norm_, rope_, context.positions, config_.heads, config_.kv_heads, eps);
     const double scale = 1.0 / std::sqrt(static_cast<double>(config_.head_size));
-    const at::Tensor attended = context.cache != nullptr
-                                    ? context.cache->attend(layer_, q, k, v, scale)
-                                    : context_attention(q, k, v, context.attention, scale, context.deterministic,
-                                                        context.context_ring);
+    const at::Tensor attended =
+        context.cache != nullptr
+            ? context.cache->attend(layer_, q, k, v, scale)
+            : context_attention(q, k, v, context.attention, scale, context.deterministic, context.context_ring);
     const at::Tensor projected = linear(attended.flatten(1), output_, *context.weight_grads);
     auto [residual, post] = add_rms_norm(projected, hidden, post_norm_, eps);
     RouterOptions options;

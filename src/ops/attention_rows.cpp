@@ -75,7 +75,8 @@ Tensor plain_scores(const RowAttention& attention, const Tensor& queries, const 
 std::pair<Tensor, Tensor> plain_forward(const RowAttention& attention, const Tensor& queries, const Tensor& keys,
                                         const Tensor& values) {
   const Tensor scores = plain_scores(attention, queries, keys), lse = scores.logsumexp(-1, true);
-  return {at::matmul(scores.sub(lse.clamp_min(-1e30)).exp_(), values), lse};
+  const Tensor weights = scores.softmax(-1).masked_fill_(scores.isneginf(), 0);  // also of a row without keys
+  return {at::matmul(weights, values), lse};
 }
 
 std::array<Tensor, 3> plain_backward(const RowAttention& attention, const Tensor& queries, const Tensor& keys,
