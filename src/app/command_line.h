@@ -7,27 +7,25 @@
 
 #include "base/error.h"
 #include "base/json.h"
+#include "base/log.h"
 
 namespace marrow {
 
-enum class Takes {
-  kNothing,   // --overwrite
-  kOne,       // --output PATH
-  kRepeated,  // --set A=1 --set B=2
-  kMany,      // --input PATH PATH ...: all words up to the next option
-};
-
-// One declared option. Write it with designated initializers:
-//   {.name = "workers", .takes = Takes::kOne, .value = "N", .fallback = "0", .help = "threads"}
+// One declared option.
 struct Option {
-  std::string name;  // without dashes
-  Takes takes = Takes::kNothing;
-  std::string value = {};     // the value's name in the help
-  std::string fallback = {};  // value where the option is not given; shown in the help
-  std::string help = {};
-  bool required = false;
-  std::vector<std::string> choices = {};  // the only allowed values, if not empty
-  bool alone = false;                     // --help-config: needs no positional and no required option beside it
+  // As in a usage line: "--output PATH" is needed, "[--overwrite]" is not, "[--set KEY=VALUE]..." may be repeated,
+  // "--input PATH..." takes all words up to the next option. A value in small letters lists what is allowed: "[--dtype
+  // fp32|bf16]". Only a value TEXT may be empty. "[--help…]" needs nothing else beside it.
+  std::string form;
+  std::string help;
+  std::string fallback = {};  // the value where the option is not given; shown in the help
+
+  std::string name() const;   // "output"
+  std::string value() const;  // "PATH"; "" where it takes none
+  std::string bare() const;   // "--output PATH"
+  bool required() const { return form[0] != '['; }
+  bool repeated() const { return form.ends_with("]..."); }
+  bool many() const { return bare().ends_with("..."); }
 };
 
 class CommandLine;
@@ -43,8 +41,8 @@ struct Subcommand {
   int (*run)(const CommandLine&) = nullptr;  // returns the exit code
 };
 
-// The words after the subcommand's name, checked against its declaration. Every fault is an Error
-// with kUsage that names the word, the nearest valid option, and `marrow NAME --help`.
+// The words after the subcommand's name, checked against its declaration. Every fault is an Error with kUsage that
+// names the word, the nearest valid option, and `marrow NAME --help`.
 class CommandLine {
  public:
   // `command` must outlive this object.
@@ -57,12 +55,14 @@ class CommandLine {
   bool help() const { return has("help"); }
 
   std::string text(const std::string& name) const;               // or the fallback
-  std::vector<std::string> list(const std::string& name) const;  // kRepeated, kMany
+  std::vector<std::string> list(const std::string& name) const;  // of an option with "..."
   int64_t integer(const std::string& name, int64_t min, int64_t max = INT64_MAX) const;
   double real(const std::string& name, double min, double max) const;
 
-  // The result on standard output: `json` on one line under --json, else `text`.
-  void print(const std::string& text, const JsonWriter& json) const;
+  // Quiet under --json: standard error then holds no more than the one line of an error.
+  Logger& logger() const { return logger_; }
+  // The result on standard output: `json` on one line under --json (with "warnings", if any), else `text`.
+  void print(const std::string& text, JsonWriter json) const;
 
  private:
   template <typename T>
@@ -73,6 +73,7 @@ class CommandLine {
   std::vector<Option> options_;  // declared ones, --json and --help
   std::map<std::string, std::vector<std::string>> values_;
   std::vector<std::string> positionals_;
+  mutable Logger logger_;
 };
 
 // The page that `marrow NAME --help` prints.

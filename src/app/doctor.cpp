@@ -64,9 +64,7 @@ Finding check_gpu() {
           fmt::format("{} x {}, {:.0f} GB, sm_{}{}, driver CUDA {}.{}, runtime {}.{}", count, device.name,
                       1e-9 * static_cast<double>(device.totalGlobalMem), device.major, device.minor, driver / 1000,
                       driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10),
-          hopper ? ""
-                 : "the CUDA kernels are built for sm_90 (H100, H200): set train.device "
-                   "= \"cpu\" on this GPU",
+          hopper ? "" : "the CUDA kernels are built for sm_90 (H100, H200): set train.device = \"cpu\" on this GPU",
           !hopper};
 #else
   const bool present = std::filesystem::exists("/dev/nvidia0");
@@ -85,9 +83,7 @@ int run_doctor(const CommandLine& args) {
     const char* mark = finding.fatal ? "FAIL" : finding.next.empty() ? "ok" : "note";
     text += fmt::format("{:<5} {:<10} {}\n", mark, finding.name, finding.value);
     if (!finding.next.empty()) text += fmt::format("{:<16} -> {}\n", "", finding.next);
-    JsonWriter check;
-    check.field("status", mark).field("value", finding.value).field("next", finding.next);
-    checks.raw(finding.name, check.text());
+    checks.raw(finding.name, JsonWriter().field("status", mark, "value", finding.value, "next", finding.next).text());
     if (finding.fatal && worst == nullptr) worst = &finding;
   }
   text += worst == nullptr ? fmt::format("PASS marrow can train on the {}", gpu_available() ? "GPU" : "CPU")

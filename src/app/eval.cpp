@@ -10,10 +10,8 @@ namespace {
 constexpr int64_t kDefaultSeqLen = 1024;
 
 int run_eval(const CommandLine& args) {
-  Logger logger;
-  logger.set_quiet(args.json());
   set_cpu_threads(args.integer("threads", 0, 1024), 1);
-  InferenceModel model(args.positional(), gpu_available() && !args.flag("cpu"), logger);
+  InferenceModel model(args.positional(), gpu_available() && !args.flag("cpu"), args.logger());
   const int64_t longest = model.model().shape().max_position;
   const int64_t trained = model.trained_seq_len() > 0 ? model.trained_seq_len() : kDefaultSeqLen;
   BatchLoader::Options options;
@@ -23,11 +21,12 @@ int run_eval(const CommandLine& args) {
   options.mask_documents = args.flag("mask-documents");
   options.shuffle = false;
   const BatchLoader loader(options);
-  for (const std::string& warning : loader.warnings()) logger.warn(warning);
+  for (const std::string& warning : loader.warnings()) args.logger().warn(warning);
   const std::string trained_with = model.tokenizer_hash(), given = loader.tokenizer_hash();
   MARROW_CHECK(trained_with.empty() || given.empty() || trained_with == given, ExitCode::kBadInput,
                Fix("tokenize the text with the tokenizer that the model was trained with"),
-               "{} was tokenized with tokenizer {}, the model trained with {}", args.text("data"), given, trained_with);
+               "{} was tokenized with {} (hash {}), the model {} trained with {}", args.text("data"),
+               IndexedCorpus(args.text("data")).info()->tokenizer, given, args.positional(), trained_with);
   EvaluationSizes sizes;
   sizes.sequences = loader.samples_per_epoch();
   sizes.micro_batch = args.integer("micro-batch", 1);
@@ -35,7 +34,7 @@ int run_eval(const CommandLine& args) {
   const EvaluationResult result = evaluate_corpus(model.executor(), loader, model.device(), sizes);
   const double perplexity = std::exp(result.loss);
   args.print(fmt::format("loss {:.6f}, perplexity {:.4f}, {} tokens", result.loss, perplexity, result.targets),
-             JsonWriter().field("loss", result.loss).field("perplexity", perplexity).field("tokens", result.targets));
+             JsonWriter().field("loss", result.loss, "perplexity", perplexity, "tokens", result.targets));
   return 0;
 }
 
@@ -45,24 +44,12 @@ Subcommand eval_command() {
   return {.name = "eval",
           .summary = "loss and perplexity of a model over a corpus",
           .positionals = {"CHECKPOINT|HF_DIR"},
-          .options =
-              {{.name = "data",
-                .takes = Takes::kOne,
-                .value = "PREFIX",
-                .help = "tokenized corpus; all its windows are read",
-                .required = true},
-               {.name = "seq-len",
-                .takes = Takes::kOne,
-                .value = "N",
-                .help = "tokens a window (default: the run's, else 1024)"},
-               {.name = "micro-batch", .takes = Takes::kOne, .value = "N", .fallback = "4", .help = "windows at once"},
-               {.name = "mask-documents", .help = "attention and positions restart at each document"},
-               {.name = "threads",
-                .takes = Takes::kOne,
-                .value = "N",
-                .fallback = "0",
-                .help = "CPU threads; 0 = all cores"},
-               {.name = "cpu", .help = "even where there is a GPU"}},
+          .options = {{"--data PREFIX", "tokenized corpus; all its windows are read"},
+                      {"[--seq-len N]", "tokens a window (default: the run's, else 1024)"},
+                      {"[--micro-batch N]", "windows at once", "4"},
+                      {"[--mask-documents]", "attention and positions restart at each document"},
+                      {"[--threads N]", "CPU threads; 0 = all cores", "0"},
+                      {"[--cpu]", "even where there is a GPU"}},
           .example = "marrow eval runs/quickstart --data data/heldout --json",
           .run = run_eval};
 }

@@ -2,6 +2,7 @@
 #include <filesystem>
 
 #include "app/subcommands.h"
+#include "data/tokenizer.h"
 #include "models/model_contract.h"
 #include "train/checkpoint.h"
 
@@ -9,8 +10,7 @@ namespace marrow {
 namespace {
 
 int run_export(const CommandLine& args) {
-  Logger log;
-  const Checkpoint checkpoint = open_checkpoint(args.positional(), log);
+  const Checkpoint checkpoint = open_checkpoint(args.positional(), args.logger());
   const auto model = open_model(checkpoint.config());
   const std::vector<HubTensor> tensors = all_hub_tensors(*model);
   const ModelWeights weights(checkpoint.folder(), tensors, {.tied_embeddings = model->shape().tied_embeddings});
@@ -23,12 +23,8 @@ int run_export(const CommandLine& args) {
   const int64_t bytes = write_hub_folder(to, weights);
   args.print(fmt::format("exported {} (step {}, {}, {} bytes) to {}", checkpoint.folder(), checkpoint.state().step,
                          args.text("dtype"), bytes, to.output),
-             JsonWriter()
-                 .field("output", to.output)
-                 .field("checkpoint", checkpoint.folder())
-                 .field("step", checkpoint.state().step)
-                 .field("dtype", args.text("dtype"))
-                 .field("bytes", bytes));
+             JsonWriter().field("output", to.output, "checkpoint", checkpoint.folder(), "step", checkpoint.state().step,
+                                "dtype", args.text("dtype"), "bytes", bytes));
   return 0;
 }
 
@@ -38,17 +34,8 @@ Subcommand export_command() {
   return {.name = "export",
           .summary = "a checkpoint as a Hugging Face folder",
           .positionals = {"CHECKPOINT"},
-          .options = {{.name = "output",
-                       .takes = Takes::kOne,
-                       .value = "HF_DIR",
-                       .help = "folder to write; must not exist yet",
-                       .required = true},
-                      {.name = "dtype",
-                       .takes = Takes::kOne,
-                       .value = "DTYPE",
-                       .fallback = "fp32",
-                       .help = "of the weights",
-                       .choices = {"fp32", "bf16"}}},
+          .options = {{"--output HF_DIR", "folder to write; must not exist yet"},
+                      {"[--dtype fp32|bf16]", "of the weights", "fp32"}},
           .example = "marrow export runs/tiny/checkpoints/step-00000200 --output exported",
           .notes = "CHECKPOINT may also be a run's folder: its newest complete checkpoint is taken.",
           .run = run_export};

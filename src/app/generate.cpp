@@ -8,10 +8,8 @@ namespace marrow {
 namespace {
 
 int run_generate(const CommandLine& args) {
-  Logger logger;
-  logger.set_quiet(args.json());
   set_cpu_threads(args.integer("threads", 0, 1024), 1);
-  InferenceModel model(args.positional(), gpu_available() && !args.flag("cpu"), logger);
+  InferenceModel model(args.positional(), gpu_available() && !args.flag("cpu"), args.logger());
   const std::unique_ptr<Tokenizer> tokenizer = model.open_own_tokenizer();
   std::vector<int32_t> prompt;
   tokenizer->encode(args.text("prompt"), prompt);
@@ -26,38 +24,24 @@ int run_generate(const CommandLine& args) {
   const std::vector<int32_t> ids = generate_tokens(model.executor(), model.model(), model.device(), prompt, options);
   const std::string text = tokenizer->decode(ids);
   args.print(args.text("prompt") + text,
-             JsonWriter().field("text", text).field("ids", std::vector<int64_t>(ids.begin(), ids.end())));
+             JsonWriter().field("text", text, "ids", std::vector<int64_t>(ids.begin(), ids.end())));
   return 0;
 }
 
 }  // namespace
 
 Subcommand generate_command() {
-  return {
-      .name = "generate",
-      .summary = "continue a text",
-      .positionals = {"CHECKPOINT|HF_DIR"},
-      .options =
-          {{.name = "prompt", .takes = Takes::kOne, .value = "TEXT", .help = "text to continue", .required = true},
-           {.name = "max-tokens",
-            .takes = Takes::kOne,
-            .value = "N",
-            .fallback = "64",
-            .help = "new tokens at most; ends early at the end of a document"},
-           {.name = "temperature",
-            .takes = Takes::kOne,
-            .value = "T",
-            .fallback = "0",
-            .help = "0 = always the likeliest token"},
-           {.name = "seed", .takes = Takes::kOne, .value = "N", .fallback = "0", .help = "of the draws where T > 0"},
-           {.name = "threads",
-            .takes = Takes::kOne,
-            .value = "N",
-            .fallback = "0",
-            .help = "CPU threads; 0 = all cores"},
-           {.name = "cpu", .help = "even where there is a GPU"}},
-      .example = "marrow generate runs/quickstart --prompt 'def main(' --max-tokens 100",
-      .run = run_generate};
+  return {.name = "generate",
+          .summary = "continue a text",
+          .positionals = {"CHECKPOINT|HF_DIR"},
+          .options = {{"--prompt TEXT", "text to continue"},
+                      {"[--max-tokens N]", "new tokens at most; ends early at the end of a document", "64"},
+                      {"[--temperature T]", "0 = always the likeliest token", "0"},
+                      {"[--seed N]", "of the draws where T > 0", "0"},
+                      {"[--threads N]", "CPU threads; 0 = all cores", "0"},
+                      {"[--cpu]", "even where there is a GPU"}},
+          .example = "marrow generate runs/quickstart --prompt 'def main(' --max-tokens 100",
+          .run = run_generate};
 }
 
 }  // namespace marrow

@@ -12,12 +12,11 @@ namespace {
 namespace fs = std::filesystem;
 
 // What is known of an imported model: its tokenizer.
-TrainerState imported_state(const std::string& hub, const std::vector<SideFile>& tokenizer_files) {
+TrainerState imported_state(const std::string& hub) {
   TrainerState state;
   if (!fs::exists(hub + "/tokenizer.json")) return state;
-  const bool bytes = is_bytes_tokenizer(tokenizer_files);
-  const auto tokenizer = open_tokenizer(bytes ? "bytes" : hub);
-  state.tokenizer = bytes ? "bytes" : "tokenizer.json";
+  const auto tokenizer = open_tokenizer(hub);
+  state.tokenizer = tokenizer->name() == "bytes" ? "bytes" : "tokenizer.json";
   state.tokenizer_hash = tokenizer->hash();
   state.end_of_document = tokenizer->end_of_document().value_or(-1);
   return state;
@@ -33,7 +32,7 @@ int run_import(const CommandLine& args) {
       hub, tensors, {.tied_embeddings = model->shape().tied_embeddings, .allow_unknown = args.flag("allow-unknown")});
 
   std::vector<SideFile> side_files = read_tokenizer_files(hub);
-  side_files.push_back({"trainer_state.json", to_json(imported_state(hub, side_files)) + "\n"});
+  side_files.push_back({"trainer_state.json", to_json(imported_state(hub)) + "\n"});
   for (const std::string name : {"config.json", "generation_config.json"}) {
     const std::string path = hub + "/" + name;
     if (fs::exists(path)) side_files.push_back({name, read_text_file(path)});
@@ -48,12 +47,11 @@ int run_import(const CommandLine& args) {
   }
   files.finish_writing(0);
   files.publish(side_files, 1);
-  Logger log;
   for (const std::string& name : weights.ignored()) {
-    log.warn(fmt::format("left out tensor {}, which the model lacks", name));
+    args.logger().warn(fmt::format("left out tensor {}, which the model lacks", name));
   }
   args.print(fmt::format("imported {} as checkpoint {}", hub, output),
-             JsonWriter().field("output", output).field("ignored", weights.ignored()));
+             JsonWriter().field("output", output, "ignored", weights.ignored()));
   return 0;
 }
 
@@ -63,12 +61,8 @@ Subcommand import_command() {
   return {.name = "import",
           .summary = "a Hugging Face folder as a checkpoint",
           .positionals = {"HF_DIR"},
-          .options = {{.name = "output",
-                       .takes = Takes::kOne,
-                       .value = "CHECKPOINT",
-                       .help = "the checkpoint's own folder; must not exist yet",
-                       .required = true},
-                      {.name = "allow-unknown", .help = "leave out tensors that the model lacks (they are listed)"}},
+          .options = {{"--output CHECKPOINT", "the checkpoint's own folder; must not exist yet"},
+                      {"[--allow-unknown]", "leave out tensors that the model lacks (they are listed)"}},
           .example = "marrow import Qwen3-30B-A3B --output checkpoints/qwen3",
           .notes = "Train from it with model.init_from = \"CHECKPOINT\".",
           .run = run_import};

@@ -13,17 +13,14 @@ namespace fs = std::filesystem;
 
 void inspect_corpus(const std::string& prefix, JsonWriter& facts) {
   const IndexedCorpus corpus(prefix);
-  facts.field("documents", corpus.documents())
-      .field("tokens", corpus.tokens())
-      .field("content_hash", corpus.content_hash());
+  facts.field("documents", corpus.documents(), "tokens", corpus.tokens(), "content_hash", corpus.content_hash());
   if (!corpus.info()) {
     facts.field("warning", corpus.warning());
     return;
   }
-  facts.field("tokenizer", corpus.info()->tokenizer)
-      .field("tokenizer_hash", corpus.info()->tokenizer_hash)
-      .field("vocab_size", corpus.info()->vocab_size)
-      .field("end_of_document", corpus.info()->end_of_document.value_or(-1));
+  const CorpusInfo& info = *corpus.info();
+  facts.field("tokenizer", info.tokenizer, "tokenizer_hash", info.tokenizer_hash, "vocab_size", info.vocab_size,
+              "end_of_document", info.end_of_document.value_or(-1));
 }
 
 // The weights of a checkpoint or Hugging Face folder: model*.safetensors. Opening a file checks it.
@@ -38,19 +35,14 @@ void inspect_weights(const std::string& folder, bool list_tensors, JsonWriter& f
     bytes += tensor.end - tensor.begin;
     list.field(name, fmt::format("{} {}", dtype_name(tensor.dtype), shape_text(tensor.shape)));
   }
-  facts.field("files", paths.size())
-      .field("tensors", files.names().size())
-      .field("parameters", parameters)
-      .field("bytes", bytes);
+  facts.field("files", paths.size(), "tensors", files.names().size(), "parameters", parameters, "bytes", bytes);
   if (list_tensors) facts.raw("tensor_list", list.text());
 }
 
 void inspect_tokenizer(const std::string& path, JsonWriter& facts) {
   const auto tokenizer = open_tokenizer(path);
-  facts.field("name", tokenizer->name())
-      .field("vocab_size", tokenizer->vocab_size())
-      .field("end_of_document", tokenizer->end_of_document().value_or(-1))
-      .field("hash", tokenizer->hash());
+  facts.field("name", tokenizer->name(), "vocab_size", tokenizer->vocab_size(), "end_of_document",
+              tokenizer->end_of_document().value_or(-1), "hash", tokenizer->hash());
 }
 
 // "corpus", "checkpoint", "hf_dir" or "tokenizer". `path` loses the ending of a corpus file.
@@ -77,8 +69,7 @@ int run_inspect(const CommandLine& args) {
     inspect_tokenizer(path, facts);
   } else {
     if (kind == "checkpoint") {
-      Logger log;
-      const Checkpoint checkpoint = open_checkpoint(path, log);
+      const Checkpoint checkpoint = open_checkpoint(path, args.logger());
       path = checkpoint.folder();
       facts.field("folder", path).raw("state", to_json(checkpoint.state()));
     }
@@ -95,7 +86,7 @@ Subcommand inspect_command() {
   return {.name = "inspect",
           .summary = "what a corpus, checkpoint, Hugging Face folder or tokenizer holds",
           .positionals = {"CORPUS|CHECKPOINT|HF_DIR|TOKENIZER"},
-          .options = {{.name = "tensors", .help = "list every tensor with dtype and shape"}},
+          .options = {{"[--tensors]", "list every tensor with dtype and shape"}},
           .example = "marrow inspect data/corpus\nmarrow inspect runs/quickstart --tensors",
           .run = run_inspect};
 }

@@ -9,11 +9,8 @@ int run_report(const CommandLine& args) {
   const RunSummary summary = write_run_report(args.positional());
   args.print(fmt::format("{}: {} steps, loss {:.4f}, validation loss {:.4f}", summary.path, summary.steps, summary.loss,
                          summary.validation_loss),
-             JsonWriter()
-                 .field("report", summary.path)
-                 .field("steps", summary.steps)
-                 .field("loss", summary.loss)
-                 .field("validation_loss", summary.validation_loss));
+             JsonWriter().field("report", summary.path, "steps", summary.steps, "loss", summary.loss, "validation_loss",
+                                summary.validation_loss));
   return 0;
 }
 

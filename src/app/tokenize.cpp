@@ -2,7 +2,6 @@
 #include <unistd.h>
 
 #include "app/subcommands.h"
-#include "base/log.h"
 #include "base/stop_signal.h"
 #include "data/tokenize_corpus.h"
 
@@ -26,20 +25,13 @@ int run_tokenize(const CommandLine& args) {
                                 .limits = {},
                                 .stop = [&] { return stop.requested(); }};
   const auto tokenizer = open_tokenizer(args.text("tokenizer"), tokenizer_options);
-  Logger logger;
-  logger.set_quiet(args.json());
-  const TokenizeResult result = tokenize_corpus(options, *tokenizer, logger);
+  const TokenizeResult result = tokenize_corpus(options, *tokenizer, args.logger());
   const double megabytes = static_cast<double>(result.bytes) / 1e6;
-  args.print(fmt::format("{}: {} documents, {} tokens from {:.1f} MB in {:.1f} s ({:.1f} MB/s), {} "
-                         "skipped",
+  args.print(fmt::format("{}: {} documents, {} tokens from {:.1f} MB in {:.1f} s ({:.1f} MB/s), {} skipped",
                          options.output, result.documents, result.tokens, megabytes, result.seconds,
                          megabytes / result.seconds, result.skipped),
-             JsonWriter()
-                 .field("documents", result.documents)
-                 .field("tokens", result.tokens)
-                 .field("bytes", result.bytes)
-                 .field("skipped", result.skipped)
-                 .field("seconds", result.seconds));
+             JsonWriter().field("documents", result.documents, "tokens", result.tokens, "bytes", result.bytes,
+                                "skipped", result.skipped, "seconds", result.seconds));
   return 0;
 }
 
@@ -50,58 +42,29 @@ Subcommand tokenize_command() {
       .name = "tokenize",
       .summary = "text files to a tokenized corpus",
       .positionals = {},
-      .options = {{.name = "tokenizer",
-                   .takes = Takes::kOne,
-                   .value = "bytes|PATH",
-                   .help = "built in, or a tokenizer.json (or its folder)",
-                   .required = true},
-                  {.name = "input",
-                   .takes = Takes::kMany,
-                   .value = "PATH",
-                   .help = "files and folders: .jsonl holds a document a line, any other file is one "
-                           "document; also .gz and .zst",
-                   .required = true},
-                  {.name = "output",
-                   .takes = Takes::kOne,
-                   .value = "PREFIX",
-                   .help = "writes PREFIX.bin, PREFIX.idx (Megatron's format) and PREFIX.json",
-                   .required = true},
-                  {.name = "field",
-                   .takes = Takes::kOne,
-                   .value = "NAME",
-                   .fallback = "text",
-                   .help = "where a JSON line holds its text"},
-                  {.name = "on-error",
-                   .takes = Takes::kOne,
-                   .value = "skip|stop",
-                   .fallback = "stop",
-                   .help = "skip and count inputs that give no document, or stop at the first",
-                   .choices = {"skip", "stop"}},
-                  {.name = "workers",
-                   .takes = Takes::kOne,
-                   .value = "N",
-                   .fallback = "0",
-                   .help = "threads; 0 is one per core. The output does not depend on it"},
-                  {.name = "eod-id",
-                   .takes = Takes::kOne,
-                   .value = "ID",
-                   .help = "the end-of-document token, where eos_token in the tokenizer_config.json "
-                           "beside the tokenizer.json does not tell it"},
-                  {.name = "no-eod", .help = "append no end-of-document token"},
-                  {.name = "special-tokens", .help = "special tokens in the text become their ids"},
-                  {.name = "overwrite", .help = "replace an existing output"}},
+      .options =
+          {{"--tokenizer bytes|PATH", "built in, or a tokenizer.json (or its folder)"},
+           {"--input PATH...",
+            "files and folders: .jsonl holds a document a line, any other file is one document; also .gz and .zst"},
+           {"--output PREFIX", "writes PREFIX.bin, PREFIX.idx (Megatron's format) and PREFIX.json"},
+           {"[--field NAME]", "where a JSON line holds its text", "text"},
+           {"[--on-error skip|stop]", "skip and count inputs that give no document, or stop at the first", "stop"},
+           {"[--workers N]", "threads; 0 is one per core. The output does not depend on it", "0"},
+           {"[--eod-id ID]",
+            "the end-of-document token, where eos_token in the tokenizer_config.json beside the tokenizer.json does "
+            "not tell it"},
+           {"[--no-eod]", "append no end-of-document token"},
+           {"[--special-tokens]", "special tokens in the text become their ids"},
+           {"[--overwrite]", "replace an existing output"}},
       .example = "marrow tokenize --tokenizer bytes --input docs README.md --output data/corpus",
       .notes =
-          "Inputs that give no document: invalid UTF-8 (also half a surrogate pair escaped in "
-          "JSON); an\nempty document; a line that is not JSON; a line without the field, or where "
-          "it "
-          "is no string; a\ndocument over 512 MiB; a truncated or corrupt .gz or .zst (the lines "
-          "before the damage count).\nEach is told with file and line. A folder's files are read "
-          "in "
-          "the order of their paths; names\nthat begin with a dot are passed over. Text is not "
-          "changed: CR LF, NUL and a byte order mark\nstay, but a mark before the first JSON line "
-          "and "
-          "blank lines between JSON lines are ignored.\n",
+          R"(Inputs that give no document: invalid UTF-8 (also half a surrogate pair escaped in JSON); an empty document; a
+line that is not JSON; a line without the field, or where it is no string; a document over 512 MiB; a truncated
+or corrupt .gz or .zst (the lines before the damage count). Each is told with file and line. Pipes, sockets and
+devices are refused. A folder's files are read in the order of their paths; names that begin with a dot, and
+what is no plain file, are passed over. Text is not changed: CR LF, NUL and a byte order mark stay, but a mark
+before the first JSON line and blank lines between JSON lines are ignored.
+)",
       .run = run_tokenize,
   };
 }

@@ -22,11 +22,14 @@ enum class ExitCode : int {
 // What the reader of an error should do about it: a config key, a flag or a command. Never empty.
 struct Fix {
   explicit Fix(std::string text) : text(std::move(text)) {}
+  template <typename First, typename... Rest>
+  explicit Fix(fmt::format_string<First, Rest...> format, First&& first, Rest&&... rest)
+      : text(fmt::format(format, std::forward<First>(first), std::forward<Rest>(rest)...)) {}
   std::string text;
 };
 
-// One failure, in the fixed order of its fields. `tensors` and `who` are filled in by those who
-// know (the executor adds layer and operator, the training loop step and micro-batch).
+// One failure, in the fixed order of its fields. `tensors` and `who` are filled in by those who know (the executor adds
+// layer and operator, the training loop step and micro-batch).
 struct ErrorReport {
   ExitCode code = ExitCode::kDeviceFault;
   std::string what;                  // the condition and both values

@@ -84,7 +84,7 @@ int64_t free_disk_bytes(const std::string& path) {
 
 void check_output_is_new(const std::string& folder, std::string_view flag) {
   const bool is_new = !fs::exists(folder) || (fs::is_directory(folder) && fs::is_empty(folder));
-  MARROW_CHECK(is_new, ExitCode::kUsage, Fix(fmt::format("give another path to {}, or remove this one", flag)),
+  MARROW_CHECK(is_new, ExitCode::kUsage, Fix("give another path to {}, or remove this one", flag),
                "{} exists already; nothing was written", folder);
 }
 
@@ -97,10 +97,9 @@ MappedFile::MappedFile(const std::string& path, ExitCode code) : path_(path) {
   close(descriptor);
   MARROW_CHECK(mapped != MAP_FAILED, code, Fix("check the free address space and the file system"),
                "cannot map {} ({} bytes): {}", path, size, std::strerror(errno));
-  data_ = {static_cast<const std::byte*>(mapped), Unmap{size}};
+  bytes_ = {static_cast<const std::byte*>(mapped), size};
+  if (size > 0) mapping_.reset(mapped, [size](void* begin) { munmap(begin, size); });
 }
-
-void MappedFile::Unmap::operator()(const std::byte* data) const { munmap(const_cast<std::byte*>(data), size); }
 
 OutputFile::OutputFile(const std::string& path, bool existing)
     : path_(path), file_(std::fopen(path.c_str(), existing ? "r+e" : "we")) {

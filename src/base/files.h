@@ -12,6 +12,12 @@
 
 namespace marrow {
 
+// A small file that goes along with others, whole.
+struct SideFile {
+  std::string name;  // "tokenizer.json"
+  std::string text;
+};
+
 // The whole file as text. A missing file is an error with `code`.
 std::string read_text_file(const std::string& path, ExitCode code = ExitCode::kBadInput);
 
@@ -31,20 +37,17 @@ void check_output_is_new(const std::string& folder, std::string_view flag);
 class MappedFile {
  public:
   explicit MappedFile(const std::string& path, ExitCode code = ExitCode::kBadInput);
-  std::span<const std::byte> bytes() const { return {data_.get(), data_.get_deleter().size}; }
+  std::span<const std::byte> bytes() const { return bytes_; }
   const std::string& path() const { return path_; }
 
  private:
-  struct Unmap {
-    size_t size;
-    void operator()(const std::byte* data) const;
-  };
   std::string path_;
-  std::unique_ptr<const std::byte, Unmap> data_;
+  std::span<const std::byte> bytes_;
+  std::shared_ptr<void> mapping_;  // unmaps
 };
 
-// A file open for writing at given offsets (pwrite); every short write and errno is an Error that
-// names the path, the bytes wanted and the space left on the disk.
+// A file open for writing at given offsets (pwrite); every short write and errno is an Error that names the path, the
+// bytes wanted and the space left on the disk.
 class OutputFile {
  public:
   // Creates the file, or with `existing` opens one without truncating it.
@@ -71,9 +74,9 @@ class OutputFile {
 // Where the contents of `folder` are written before they are complete: its sibling ".NAME.tmp".
 std::string staging_path(const std::string& folder);
 
-// The staging folder of `folder`, empty, made anew over any left by a process that was killed.
-// Removed by the destructor unless it was published. Errors (kDeviceFault) where the disk has not
-// `bytes_wanted` free, naming both numbers.
+// The staging folder of `folder`, empty, made anew over any left by a process that was killed. Removed by the
+// destructor unless it was published. Errors (kDeviceFault) where the disk has not `bytes_wanted` free, naming both
+// numbers.
 class StagedFolder {
  public:
   StagedFolder(const std::string& folder, int64_t bytes_wanted);
@@ -83,16 +86,16 @@ class StagedFolder {
 
   const std::string& path() const { return path_; }
   void write_text(const std::string& name, std::string_view text) const;
-  // Flushes the folder and renames it to its place. What was there before is exchanged for it in
-  // one step, then removed.
+  // Flushes the folder and renames it to its place. What was there before is exchanged for it in one step, then
+  // removed.
   void publish();
 
  private:
   std::string folder_, path_;
 };
 
-// Holds PATH as this process's own, for as long as it lives (flock). Error (kUsage, with `fix`)
-// where another process holds it.
+// Holds PATH as this process's own, for as long as it lives (flock). Error (kUsage, with `fix`) where another process
+// holds it.
 class FileLock {
  public:
   FileLock(const std::string& path, const Fix& fix);

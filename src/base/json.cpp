@@ -12,8 +12,8 @@
 namespace marrow {
 namespace {
 
-// Members in file order. Appends without looking for an earlier one of equal key, which would make
-// reading a vocabulary quadratic; Json::parse refuses such files.
+// Members in file order. Appends without looking for an earlier one of equal key, which would make reading a vocabulary
+// quadratic; Json::parse refuses such files.
 template <class Key, class Value, class Less, class Allocator>
 struct MemberList : nlohmann::ordered_map<Key, Value, Less, Allocator> {
   using nlohmann::ordered_map<Key, Value, Less, Allocator>::ordered_map;
@@ -66,9 +66,7 @@ Json Json::parse(std::string_view text, const std::string& origin, ExitCode code
 Json Json::read_file(const std::string& path, ExitCode code) { return parse(read_text_file(path, code), path, code); }
 
 void Json::expect(bool fits, const char* wanted) const {
-  if (!fits) {
-    fail(fmt::format("expected {}, found {}", wanted, dump().substr(0, 60)), Fix(fmt::format("write {}", wanted)));
-  }
+  if (!fits) fail(fmt::format("expected {}, found {}", wanted, dump().substr(0, 60)), Fix("write {}", wanted));
 }
 
 bool Json::is_array() const { return as_node(node_).is_array(); }
@@ -88,7 +86,7 @@ Json Json::at(std::string_view key) const {
   expect(as_node(node_).is_object(), "an object");
   const auto found = as_node(node_).find(std::string(key));
   if (found == as_node(node_).end()) {
-    member(std::string(key), node_).fail("this key is missing", Fix(fmt::format("add \"{}\" to {}", key, origin())));
+    member(std::string(key), node_).fail("this key is missing", Fix("add \"{}\" to {}", key, origin()));
   }
   return member(std::string(key), &*found);
 }
@@ -102,6 +100,13 @@ Json Json::at(size_t index) const {
 size_t Json::size() const {
   expect(is_array() || as_node(node_).is_object(), "a list or an object");
   return as_node(node_).size();
+}
+
+std::vector<Json> Json::elements() const {
+  expect(is_array(), "a list");
+  std::vector<Json> elements;
+  for (size_t i = 0; i < size(); ++i) elements.push_back(at(i));
+  return elements;
 }
 
 std::vector<std::pair<std::string, Json>> Json::items() const {
@@ -136,19 +141,6 @@ std::string Json::as_string() const {
 }
 
 std::string Json::dump() const { return as_node(node_).dump(-1, ' ', false, Node::error_handler_t::replace); }
-
-int64_t Json::int_or(std::string_view key, int64_t fallback) const {
-  return has(key) && !at(key).is_null() ? at(key).as_int() : fallback;
-}
-double Json::double_or(std::string_view key, double fallback) const {
-  return has(key) && !at(key).is_null() ? at(key).as_double() : fallback;
-}
-bool Json::bool_or(std::string_view key, bool fallback) const {
-  return has(key) && !at(key).is_null() ? at(key).as_bool() : fallback;
-}
-std::string Json::string_or(std::string_view key, const std::string& fallback) const {
-  return has(key) && !at(key).is_null() ? at(key).as_string() : fallback;
-}
 
 const std::string& Json::origin() const { return document_->origin; }
 

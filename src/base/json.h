@@ -12,9 +12,9 @@
 
 namespace marrow {
 
-// A value inside a parsed document. Copies are cheap and keep the document alive. Every accessor
-// throws Error (ExitCode given to `parse`) that names file, path, the kind found and the kind
-// wanted. Duplicate keys and trailing text are errors.
+// A value inside a parsed document. Copies are cheap and keep the document alive. Every accessor throws Error (ExitCode
+// given to `parse`) that names file, path, the kind found and the kind wanted. Duplicate keys and trailing text are
+// errors.
 class Json {
  public:
   static Json parse(std::string_view text, const std::string& origin, ExitCode code = ExitCode::kBadInput);
@@ -28,7 +28,8 @@ class Json {
   bool has(std::string_view key) const;  // false also where this is no object
   Json at(std::string_view key) const;   // error if missing; searches from the start
   Json at(size_t index) const;
-  size_t size() const;  // of an object or array
+  size_t size() const;                 // of an object or array
+  std::vector<Json> elements() const;  // of an array
   // Key and value of each member of an object, in file order.
   std::vector<std::pair<std::string, Json>> items() const;
 
@@ -39,10 +40,12 @@ class Json {
   std::string dump() const;  // compact JSON text
 
   // at(key) converted; `fallback` where the key is missing or null.
-  int64_t int_or(std::string_view key, int64_t fallback) const;
-  double double_or(std::string_view key, double fallback) const;
-  bool bool_or(std::string_view key, bool fallback) const;
-  std::string string_or(std::string_view key, const std::string& fallback) const;
+  int64_t int_or(std::string_view key, int64_t fallback) const { return value_or(key, fallback, &Json::as_int); }
+  double double_or(std::string_view key, double fallback) const { return value_or(key, fallback, &Json::as_double); }
+  bool bool_or(std::string_view key, bool fallback) const { return value_or(key, fallback, &Json::as_bool); }
+  std::string string_or(std::string_view key, const std::string& fallback) const {
+    return value_or(key, fallback, &Json::as_string);
+  }
 
   const std::string& origin() const;                 // the file it came from
   const std::string& path() const { return path_; }  // "" for the whole document
@@ -53,6 +56,10 @@ class Json {
   struct Document;
   Json(std::shared_ptr<const Document> document, const void* node, std::string path)
       : document_(std::move(document)), node_(node), path_(std::move(path)) {}
+  template <typename T>
+  T value_or(std::string_view key, const T& fallback, T (Json::*as_value)() const) const {
+    return has(key) && !at(key).is_null() ? (at(key).*as_value)() : fallback;
+  }
   void expect(bool fits, const char* wanted) const;
   Json member(const std::string& key, const void* node) const;
   std::shared_ptr<const Document> document_;
@@ -81,12 +88,14 @@ std::string json_text(const T& value) {
   }
 }
 
-// Writes JSON objects without a document: JsonWriter().field("a", 1).field("b", "x").text().
+// Writes JSON objects without a document: JsonWriter().field("a", 1, "b", "x").text().
 class JsonWriter {
  public:
-  template <typename T>
-  JsonWriter& field(std::string_view key, const T& value) {
-    return raw(key, json_text(value));
+  template <typename T, typename... More>
+  JsonWriter& field(std::string_view key, const T& value, const More&... more) {
+    raw(key, json_text(value));
+    if constexpr (sizeof...(more) > 0) field(more...);
+    return *this;
   }
   JsonWriter& raw(std::string_view key, std::string_view json);  // `json` is already JSON
   std::string text() const { return "{" + joined(", ") + "}"; }

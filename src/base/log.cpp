@@ -21,8 +21,8 @@ void Logger::open_file(const std::string& path) {
                "cannot open {}: {}", path, std::strerror(errno));
 }
 
-void Logger::write(std::string_view line, bool show) {
-  if (show) fmt::print(stderr, "{}{}\n", std::exchange(progress_shown_, false) ? "\n" : "", line);
+void Logger::write(std::string_view line) {
+  if (!quiet_) fmt::print(stderr, "{}{}\n", std::exchange(progress_shown_, false) ? "\n" : "", line);
   if (file_ == nullptr) return;
   const std::time_t now = std::time(nullptr);
   std::tm local{};
@@ -30,9 +30,10 @@ void Logger::write(std::string_view line, bool show) {
   std::fflush(file_);
 }
 
-void Logger::info(std::string_view line) { write(line, !quiet_); }
-
-void Logger::warn(std::string_view line) { write(fmt::format("warning: {}", line), true); }
+void Logger::warn(std::string_view line) {
+  if (quiet_) warnings_.emplace_back(line);
+  write(fmt::format("warning: {}", line));
+}
 
 void Logger::progress(std::string_view line) {
   if (quiet_) return;

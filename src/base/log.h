@@ -3,11 +3,12 @@
 #include <cstdio>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace marrow {
 
-// Writes to standard error (so that --json keeps standard output clean) and, once `open_file` was
-// called, to a file with time stamps.
+// Writes to standard error (so that --json keeps standard output clean) and, once `open_file` was called, to a file
+// with time stamps.
 class Logger {
  public:
   Logger() = default;
@@ -16,18 +17,20 @@ class Logger {
   Logger& operator=(const Logger&) = delete;
 
   void open_file(const std::string& path);        // appends
-  void set_quiet(bool quiet) { quiet_ = quiet; }  // file only, warnings excepted
-  void info(std::string_view line);
-  void warn(std::string_view line);  // "warning: …"
-  // A line that replaces the previous progress line on a terminal. Where standard error is no
-  // terminal it is printed as a line of its own. Not written to the file.
+  void set_quiet(bool quiet) { quiet_ = quiet; }  // file only; warnings are kept
+  void info(std::string_view line) { write(line); }
+  void warn(std::string_view line);                                       // "warning: …"
+  const std::vector<std::string>& warnings() const { return warnings_; }  // while quiet
+  // A line that replaces the previous progress line on a terminal. Where standard error is no terminal it is printed as
+  // a line of its own. Not written to the file.
   void progress(std::string_view line);
 
  private:
-  void write(std::string_view line, bool show);
+  void write(std::string_view line);
   std::FILE* file_ = nullptr;
   bool quiet_ = false;
   bool progress_shown_ = false;
+  std::vector<std::string> warnings_;
 };
 
 }  // namespace marrow

@@ -3,36 +3,27 @@
 #include <sys/signalfd.h>
 #include <unistd.h>
 
-#include <csignal>
-
 #include "base/error.h"
 
 namespace marrow {
-namespace {
-
-sigset_t stop_signals() {
-  sigset_t set;
-  sigemptyset(&set);
-  sigaddset(&set, SIGINT);
-  sigaddset(&set, SIGTERM);
-  return set;
-}
-
-}  // namespace
 
 StopSignal::StopSignal() {
-  const sigset_t set = stop_signals();
-  pthread_sigmask(SIG_BLOCK, &set, nullptr);
-  descriptor_ = signalfd(-1, &set, SFD_NONBLOCK | SFD_CLOEXEC);
+  struct sigaction hangup {};
+  sigaction(SIGHUP, nullptr, &hangup);
+  sigemptyset(&signals_);
+  sigaddset(&signals_, SIGINT);
+  sigaddset(&signals_, SIGTERM);
+  if (hangup.sa_handler != SIG_IGN) sigaddset(&signals_, SIGHUP);
+  pthread_sigmask(SIG_BLOCK, &signals_, nullptr);
+  descriptor_ = signalfd(-1, &signals_, SFD_NONBLOCK | SFD_CLOEXEC);
   MARROW_CHECK(descriptor_ >= 0, ExitCode::kDeviceFault, Fix("raise the limit of open files"),
-               "cannot watch for SIGINT and SIGTERM");
+               "cannot watch for SIGINT, SIGTERM and SIGHUP");
 }
 
 StopSignal::~StopSignal() {
   requested();  // takes what is still waiting, else unblocking would deliver it
   close(descriptor_);
-  const sigset_t set = stop_signals();
-  pthread_sigmask(SIG_UNBLOCK, &set, nullptr);
+  pthread_sigmask(SIG_UNBLOCK, &signals_, nullptr);
 }
 
 bool StopSignal::requested() {

@@ -23,16 +23,14 @@ void BatchLoader::check_sources() const {
   for (const IndexedCorpus& corpus : corpora_) {
     MARROW_CHECK(corpus.tokens() > options_.seq_len, ExitCode::kBadInput,
                  Fix("leave it out of the config, lower data.seq_len, or tokenize more text into it"),
-                 "corpus {} has {} documents and {} tokens, too few for one sample of seq_len {} "
-                 "and its last target: {} are needed",
+                 "corpus {} has {} documents and {} tokens, too few for one sample of seq_len {} and its last target: "
+                 "{} are needed",
                  corpus.prefix(), corpus.documents(), corpus.tokens(), options_.seq_len, options_.seq_len + 1);
     if (!corpus.info()) continue;
     const CorpusInfo& info = *corpus.info();
     MARROW_CHECK(info.vocab_size <= options_.vocab_size, ExitCode::kBadInput,
-                 Fix("tokenize the text with the model's tokenizer, or raise vocab_size in the "
-                     "model's config.json"),
-                 "corpus {} was tokenized with {}, whose vocabulary of {} exceeds the model's "
-                 "vocab_size {}",
+                 Fix("tokenize the text with the model's tokenizer, or raise vocab_size in the model's config.json"),
+                 "corpus {} was tokenized with {}, whose vocabulary of {} exceeds the model's vocab_size {}",
                  corpus.prefix(), info.tokenizer, info.vocab_size, options_.vocab_size);
     if (known == nullptr) known = &corpus;
     MARROW_CHECK(info.tokenizer_hash == known->info()->tokenizer_hash, ExitCode::kBadInput,

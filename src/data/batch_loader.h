@@ -13,8 +13,8 @@ struct SequenceBatch {
   int64_t sequences = 0, seq_len = 0;
   std::vector<int32_t> tokens;   // [sequences, seq_len]
   std::vector<int32_t> targets;  // [sequences, seq_len], the next token; −1: not trained
-  // [sequences, seq_len], position in the sequence where the document of this token begins; 0 for
-  // the one that runs in from before, and everywhere without mask_documents.
+  // [sequences, seq_len], position in the sequence where the document of this token begins; 0 for the one that runs in
+  // from before, and everywhere without mask_documents.
   std::vector<int32_t> document_start;
 };
 
@@ -23,12 +23,11 @@ struct CorpusWeight {
   double weight = 1.0;
 };
 
-// The infinite global order of sequences: a pure function of (corpora, seed, index), by random
-// access and without files of its own, so that it is the same on every rank, on every mesh and
-// after every resume. A corpus is one stream of tokens; sample i is tokens [i·S, i·S + S], the last
-// only a target; ⌊(tokens − 1) / S⌋ samples an epoch, each epoch in a new order, the tail dropped.
-// With mask_documents the last token of a document has target −1, by the document boundaries of
-// PREFIX.idx (an end-of-document token belongs to the document it ends).
+// The infinite global order of sequences: a pure function of (corpora, seed, index), by random access and without files
+// of its own, so that it is the same on every rank, on every mesh and after every resume. A corpus is one stream of
+// tokens; sample i is tokens [i·S, i·S + S], the last only a target; ⌊(tokens − 1) / S⌋ samples an epoch, each epoch in
+// a new order, the tail dropped. With mask_documents the last token of a document has target −1, by the document
+// boundaries of PREFIX.idx (an end-of-document token belongs to the document it ends).
 class BatchLoader {
  public:
   struct Options {
@@ -39,9 +38,8 @@ class BatchLoader {
     bool mask_documents = false;
     bool shuffle = true;  // false: each epoch in the corpus' own order
   };
-  // Errors name the corpus: missing (kUsage), damaged, without tokens, too short for one sample,
-  // made with a larger vocabulary than the model's, or with another tokenizer than its fellows
-  // (kBadInput).
+  // Errors name the corpus: missing (kUsage), damaged, without tokens, too short for one sample, made with a larger
+  // vocabulary than the model's, or with another tokenizer than its fellows (kBadInput).
   explicit BatchLoader(Options options);
 
   // Sequences [first, first + count) of the global order. Thread-safe.
@@ -49,8 +47,8 @@ class BatchLoader {
   // Samples of one pass over every source: with one source, its number of windows.
   int64_t samples_per_epoch() const;
   int64_t samples_per_epoch(size_t source) const;
-  // What the order and content of the data depend on, apart from seed and seq_len: per source its
-  // counts, tokenizer hash, content hash and share. Paths do not enter.
+  // What the order and content of the data depend on, apart from seed and seq_len: per source its counts, tokenizer
+  // hash, content hash and share. Paths do not enter.
   std::string fingerprint() const;
   std::string tokenizer_hash() const;  // of all sources; "" where no PREFIX.json tells it
   std::vector<std::string> warnings() const;

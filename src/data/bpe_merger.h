@@ -81,8 +81,8 @@ class BpeMerger {
     }
   }
 
-  // Repeats: merge the leftmost of the pairs of lowest rank. The heap holds rank << 32 | position;
-  // entries whose pair has changed are skipped. O(n log n).
+  // Repeats: merge the leftmost of the pairs of lowest rank. The heap holds rank << 32 | position; entries whose pair
+  // has changed are skipped. O(n log n).
   void merge(std::string_view word, Scratch& scratch, std::vector<int32_t>& ids) const {
     if (!whole_words_.empty()) {
       if (const auto whole = whole_words_.find(std::string(word)); whole != whole_words_.end()) {

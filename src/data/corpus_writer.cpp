@@ -1,6 +1,5 @@
 // The writing half of indexed_corpus.h.
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
@@ -9,21 +8,7 @@
 #include "data/indexed_corpus.h"
 
 namespace marrow {
-namespace {
-
 namespace fs = std::filesystem;
-
-}  // namespace
-
-void CorpusWriter::Output::append(std::span<const std::byte> bytes) {
-  buffer.insert(buffer.end(), bytes.begin(), bytes.end());
-  if (buffer.size() >= size_t{1} << 22) flush();
-}
-
-void CorpusWriter::Output::flush() {
-  file.append(buffer);
-  buffer.clear();
-}
 
 uint8_t corpus_dtype_code(int64_t vocab_size) { return vocab_size <= 65536 ? 8 : 4; }
 
@@ -45,7 +30,7 @@ CorpusWriter::CorpusWriter(std::string prefix, CorpusInfo info, bool overwrite)
   lock_.emplace(prefix_ + ".bin.tmp", Fix("wait for the other run, or choose another --output"));
   bin_.emplace(prefix_ + ".bin.tmp");
   idx_.emplace(prefix_ + ".idx.tmp");
-  idx_->append(std::array<std::byte, kIndexHeaderBytes>{});  // finish() fills it in
+  idx_->append(std::string(kIndexHeaderBytes, '\0'));  // finish() fills it in
 }
 
 CorpusWriter::~CorpusWriter() {
@@ -65,7 +50,9 @@ void CorpusWriter::append(std::span<const int32_t> ids, std::span<const int32_t>
                "tokenizer {} gave ids in [{}, {}], its vocabulary has {}", info_.tokenizer, lowest, highest,
                info_.vocab_size);
   const std::vector<uint16_t> narrow(ids.begin(), width_ == 2 ? ids.end() : ids.begin());
-  bin_->append(width_ == 2 ? std::as_bytes(std::span(narrow)) : std::as_bytes(ids));
+  const std::span<const std::byte> tokens = width_ == 2 ? std::as_bytes(std::span(narrow)) : std::as_bytes(ids);
+  checksum_ = crc32(checksum_, tokens);
+  bin_->append(tokens);
   idx_->append(std::as_bytes(lengths));
   documents_ += static_cast<int64_t>(lengths.size());
   tokens_ += static_cast<int64_t>(ids.size());
@@ -73,40 +60,42 @@ void CorpusWriter::append(std::span<const int32_t> ids, std::span<const int32_t>
 
 // Offsets and document indices follow from the lengths, which are read back from the file.
 void CorpusWriter::write_index_tail() {
-  idx_->flush();
   const MappedFile lengths(prefix_ + ".idx.tmp");
+  std::vector<int64_t> buffer;
+  const auto flush = [&] {
+    idx_->append(std::as_bytes(std::span(buffer)));
+    buffer.clear();
+  };
+  const auto put = [&](int64_t value) {
+    buffer.push_back(value);
+    if (buffer.size() == size_t{1} << 19) flush();
+  };
   int64_t offset = 0;
   for (int64_t i = 0; i < documents_; ++i) {
     int32_t length = 0;
     std::memcpy(&length, lengths.bytes().data() + kIndexHeaderBytes + i * 4, 4);
-    idx_->put(offset);
+    put(offset);
     offset += length * width_;
   }
-  for (int64_t i = 0; i <= documents_; ++i) idx_->put(i);
-  idx_->flush();
-  std::array<std::byte, kIndexHeaderBytes> header;
-  const auto set = [&](size_t at, const auto& value) { std::memcpy(header.data() + at, &value, sizeof value); };
-  std::memcpy(header.data(), kIndexMagic.data(), kIndexMagic.size());
-  set(9, uint64_t{1});
-  set(17, corpus_dtype_code(info_.vocab_size));
-  set(18, documents_);
-  set(26, documents_ + 1);
-  idx_->file.write_at(0, header);
+  for (int64_t i = 0; i <= documents_; ++i) put(i);
+  flush();
+  IndexHeader header{.dtype_code = corpus_dtype_code(info_.vocab_size),
+                     .sequences = static_cast<uint64_t>(documents_),
+                     .document_indices = static_cast<uint64_t>(documents_ + 1)};
+  kIndexMagic.copy(header.magic, kIndexMagic.size());
+  idx_->write_at(0, std::as_bytes(std::span(&header, 1)));
 }
 
 void CorpusWriter::finish() {
   write_index_tail();
   for (auto* output : {&*bin_, &*idx_}) {
-    output->flush();
-    output->file.sync();
-    output->file.close();
+    output->sync();
+    output->close();
   }
   JsonWriter json;
-  json.field("tokenizer", info_.tokenizer).field("tokenizer_hash", info_.tokenizer_hash);
-  json.field("vocab_size", info_.vocab_size);
-  info_.end_of_document ? json.field("end_of_document", int64_t{*info_.end_of_document})
-                        : json.raw("end_of_document", "null");
-  json.field("documents", documents_).field("tokens", tokens_);
+  json.field("tokenizer", info_.tokenizer, "tokenizer_hash", info_.tokenizer_hash, "vocab_size", info_.vocab_size);
+  json.raw("end_of_document", info_.end_of_document ? json_text(*info_.end_of_document) : "null");
+  json.field("documents", documents_, "tokens", tokens_, "bin_crc32", checksum_);
   // Without an index the old files are no corpus any more, so a kill in between leaves no mixture.
   std::remove((prefix_ + ".idx").c_str());
   write_text_file_atomically(prefix_ + ".json", json.text() + "\n");

@@ -47,26 +47,20 @@ std::string bad_byte(std::string_view text, size_t at) {
 Document text_document(std::string_view text) {
   const size_t valid = valid_utf8_length(text);
   if (valid == text.size() && !text.empty()) return {text, {}};
-  if (text.empty()) return {{}, BadInput{InputFault::kEmptyDocument, 1, "the file is empty"}};
+  if (text.empty()) return {{}, BadInput{input_fault::kEmptyDocument, 1, "the file is empty"}};
   const int64_t line = 1 + count_lines(text.substr(0, valid));
-  return {{}, BadInput{InputFault::kInvalidUtf8, line, bad_byte(text, valid)}};
+  return {{}, BadInput{input_fault::kInvalidUtf8, line, bad_byte(text, valid)}};
 }
 
 JsonField read_line(std::string_view line, const std::string& name, RegexScratch& scratch) {
   const size_t valid = valid_utf8_length(line);
-  if (valid < line.size()) return {InputFault::kInvalidUtf8, bad_byte(line, valid)};
+  if (valid < line.size()) return {input_fault::kInvalidUtf8, bad_byte(line, valid)};
   JsonField field = find_json_string(line, name, scratch);
-  if (field.fault || !field.text.empty()) return field;
-  return {InputFault::kEmptyDocument, fmt::format("field \"{}\" is empty", name)};
+  if (!field.fault.empty() || !field.text.empty()) return field;
+  return {input_fault::kEmptyDocument, fmt::format("field \"{}\" is empty", name)};
 }
 
 }  // namespace
-
-std::string_view fault_name(InputFault fault) {
-  constexpr std::array<std::string_view, kInputFaults> kNames = {"invalid UTF-8", "empty document", "not JSON",
-                                                                 "missing field", "too long",       "damaged file"};
-  return kNames[static_cast<size_t>(fault)];
-}
 
 // The bytes of one file, decompressed. Whatever goes wrong ends the stream and is told by damage().
 class ByteReader {
@@ -148,12 +142,14 @@ DocumentSource::DocumentSource(const std::vector<std::string>& inputs, const Lim
   for (const std::string& input : inputs) {
     MARROW_CHECK(fs::exists(input), ExitCode::kUsage, Fix("check the path given to --input"), "input {} does not exist",
                  input);
-    fs::is_directory(input) ? list_folder(input, files_) : files_.push_back(input);
+    const bool is_folder = fs::is_directory(input);
+    MARROW_CHECK(is_folder || fs::is_regular_file(input), ExitCode::kUsage,
+                 Fix("write its text to a file, and give that to --input"),
+                 "input {} is a pipe, a socket or a device: only files and folders are read", input);
+    is_folder ? list_folder(input, files_) : files_.push_back(input);
   }
   for (const std::string& file : files_) {
-    std::error_code error;  // a pipe has no size
-    const auto size = fs::file_size(file, error);
-    sizes_.push_back(error ? 0 : static_cast<int64_t>(size));
+    sizes_.push_back(static_cast<int64_t>(fs::file_size(file)));
     disk_bytes_ += sizes_.back();
   }
 }
@@ -179,8 +175,8 @@ bool DocumentSource::next(InputBlock& block) {
   return false;
 }
 
-// Whole lines, or a whole text file. None and a fault where one is too long: no more than a block
-// of the rest of it is held.
+// Whole lines, or a whole text file. None and a fault where one is too long: no more than a block of the rest of it is
+// held.
 void DocumentSource::fill(InputBlock& block) {
   std::string& text = block.text;
   size_t searched = 0;  // up to here `text` holds no line end
@@ -200,7 +196,7 @@ void DocumentSource::fill(InputBlock& block) {
       return;
     }
     if (static_cast<int64_t>(text.size()) > limits_.document_bytes) {
-      block.fault = BadInput{InputFault::kTooLong, line_, fmt::format("more than {} bytes", limits_.document_bytes)};
+      block.fault = BadInput{input_fault::kTooLong, line_, fmt::format("more than {} bytes", limits_.document_bytes)};
       if (!block.json_lines) break;
     }
     if (block.fault) text.clear();
@@ -208,7 +204,7 @@ void DocumentSource::fill(InputBlock& block) {
   }
   if (!block.fault && !reader_->damage().empty()) {
     text.resize(text.rfind('\n') + 1);  // npos + 1 = 0: drops the cut line
-    block.fault = BadInput{InputFault::kDamagedFile, line_ + count_lines(text), reader_->damage()};
+    block.fault = BadInput{input_fault::kDamagedFile, line_ + count_lines(text), reader_->damage()};
   }
   if (block.fault && !block.json_lines) text.clear();  // a part of a document is none
   disk_bytes_done_ += sizes_[file_++];                 // also where the end was not read
@@ -228,7 +224,7 @@ void read_documents(const InputBlock& block, const std::string& field,
       rest.remove_prefix(std::min(line.size() + 1, rest.size()));
       if (line.find_first_not_of(" \t\r") == std::string_view::npos) continue;
       const auto [fault, text] = read_line(line, field, scratch);
-      fault ? visit({{}, BadInput{*fault, number, text}}) : visit({text, {}});
+      fault.empty() ? visit({text, {}}) : visit({{}, BadInput{fault, number, text}});
     }
   }
   if (block.fault) visit({{}, block.fault});

@@ -1,12 +1,10 @@
 // Text inputs as a stream of documents: files, folders, JSON lines, gzip and zstd.
 //
-// What is read: *.jsonl (one document a line, its text in a field) and any other file as text (one
-// document a file), either of them also as *.gz or *.zst. A folder stands for the files below it,
-// in byte order of their paths; names that begin with a dot are passed over. Text is never changed:
-// CR LF, NUL and a byte order mark stay in the document (a mark before the first JSON line is no
-// part of it, and neither are blank lines).
+// What is read: *.jsonl (one document a line, its text in a field) and any other file as text (one document a file),
+// either of them also as *.gz or *.zst. A folder stands for the files below it, in byte order of their paths; names
+// that begin with a dot and what is no plain file are passed over. Text is never changed: CR LF, NUL and a byte order
+// mark stay in the document (a mark before the first JSON line is no part of it, and neither are blank lines).
 #pragma once
-#include <array>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -21,19 +19,17 @@
 namespace marrow {
 
 // Why an input gives no document. Each is skipped and counted, or ends the run (`--on-error`).
-enum class InputFault {
-  kInvalidUtf8,    // bytes that are no UTF-8, or half a surrogate pair escaped in JSON
-  kEmptyDocument,  // no text at all
-  kNotJson,        // a line that is not JSON
-  kMissingField,   // a line without the field, or where it is no string
-  kTooLong,        // a document or line over Limits::document_bytes
-  kDamagedFile,    // truncated or corrupt gzip or zstd, or unreadable: what precedes still counts
-};
-constexpr size_t kInputFaults = 6;
-std::string_view fault_name(InputFault fault);
+namespace input_fault {
+constexpr std::string_view kInvalidUtf8 = "invalid UTF-8";     // or half a surrogate pair escaped in JSON
+constexpr std::string_view kEmptyDocument = "empty document";  // no text at all
+constexpr std::string_view kNotJson = "not JSON";              // a line that is not JSON
+constexpr std::string_view kMissingField = "missing field";    // a line without the field, or where it is no string
+constexpr std::string_view kTooLong = "too long";              // a document or line over Limits::document_bytes
+constexpr std::string_view kDamagedFile = "damaged file";      // truncated or corrupt: what precedes still counts
+}  // namespace input_fault
 
 struct BadInput {
-  InputFault fault;
+  std::string_view fault;
   int64_t line;  // 1-based, within the (decompressed) file
   std::string detail;
 };
@@ -56,7 +52,8 @@ class DocumentSource {
     int64_t block_bytes = int64_t{1} << 20;
     int64_t document_bytes = int64_t{512} << 20;
   };
-  // Lists the files; one that does not exist, and a folder without files, is an Error (kUsage).
+  // Lists the files. One that does not exist or is a pipe, a socket or a device, and a folder without files, is an
+  // Error (kUsage).
   DocumentSource(const std::vector<std::string>& inputs, const Limits& limits);
   ~DocumentSource();
 
@@ -88,14 +85,14 @@ void read_documents(const InputBlock& block, const std::string& field,
 
 // One string of a JSON line, or why there is none.
 struct JsonField {
-  std::optional<InputFault> fault;
-  std::string text;  // the decoded string; with a fault, what is wrong
+  std::string_view fault;  // of input_fault; empty: none
+  std::string text;        // the decoded string; with a fault, what is wrong
 };
 
 // Checks all of `line` (valid UTF-8) against RFC 8259 and returns its top-level string `field`.
-// One that is absent or no string is kMissingField, one that appears twice makes the line kNotJson.
-// "\ud83d\ude00" is one character; half of such a pair has no UTF-8 form and is kInvalidUtf8 (only
-// in `field`: other strings are not decoded).
+// One that is absent or no string is kMissingField, one that appears twice makes the line kNotJson. "\ud83d\ude00" is
+// one character; half of such a pair has no UTF-8 form and is kInvalidUtf8 (only in `field`: other strings are not
+// decoded).
 JsonField find_json_string(std::string_view line, std::string_view field, RegexScratch& scratch);
 
 }  // namespace marrow

@@ -17,8 +17,7 @@ static_assert(std::endian::native == std::endian::little, "the corpus format is 
 
 Fix rebuild() { return Fix("copy the corpus again, or rebuild it with marrow tokenize"); }
 
-// Calls visit with a zero of the type that Megatron's dtype code stands for; false for the codes of
-// no integers.
+// Calls visit with a zero of the type that Megatron's dtype code stands for; false for the codes of no integers.
 template <class Visit>
 bool visit_dtype(uint8_t code, Visit&& visit) {
   if (code == 1) return visit(uint8_t{}), true;
@@ -37,11 +36,11 @@ T load(std::span<const std::byte> bytes, int64_t offset) {
   return value;
 }
 
-uint32_t checksum(uint32_t sum, std::span<const std::byte> bytes) {
+}  // namespace
+
+uint32_t crc32(uint32_t sum, std::span<const std::byte> bytes) {
   return static_cast<uint32_t>(crc32_z(sum, reinterpret_cast<const Bytef*>(bytes.data()), bytes.size()));
 }
-
-}  // namespace
 
 IndexedCorpus::IndexedCorpus(const std::string& prefix)
     : prefix_(prefix), idx_(prefix + ".idx", ExitCode::kUsage), bin_(prefix + ".bin", ExitCode::kUsage) {
@@ -51,33 +50,31 @@ IndexedCorpus::IndexedCorpus(const std::string& prefix)
   read_info();
 }
 
-int64_t IndexedCorpus::index_int64(int64_t byte_offset) const { return load<int64_t>(idx_.bytes(), byte_offset); }
-
 void IndexedCorpus::check_header() {
   const std::span<const std::byte> idx = idx_.bytes();
   const auto size = static_cast<int64_t>(idx.size());
   const std::string& path = idx_.path();
   MARROW_CHECK(size >= kIndexHeaderBytes, ExitCode::kBadInput, rebuild(), "{}: {} bytes, its header alone takes {}",
                path, size, kIndexHeaderBytes);
-  MARROW_CHECK(std::memcmp(idx.data(), kIndexMagic.data(), kIndexMagic.size()) == 0, ExitCode::kBadInput, rebuild(),
-               "{}: begins with {}, expected {}", path,
-               json_quote({reinterpret_cast<const char*>(idx.data()), kIndexMagic.size()}), json_quote(kIndexMagic));
-  MARROW_CHECK(index_int64(9) == 1, ExitCode::kBadInput, rebuild(), "{}: format version {}, expected 1", path,
-               load<uint64_t>(idx, 9));
-  dtype_code_ = load<uint8_t>(idx, 17);
+  const auto header = load<IndexHeader>(idx, 0);
+  const std::string_view magic(header.magic, sizeof header.magic);
+  MARROW_CHECK(magic == kIndexMagic, ExitCode::kBadInput, rebuild(), "{}: begins with {}, expected {}", path,
+               json_quote(magic), json_quote(kIndexMagic));
+  const uint64_t version = header.version, sequences = header.sequences, indices = header.document_indices;
+  MARROW_CHECK(version == 1, ExitCode::kBadInput, rebuild(), "{}: format version {}, expected 1", path, version);
+  dtype_code_ = header.dtype_code;
   const bool known = visit_dtype(dtype_code_, [this](auto zero) { width_ = sizeof zero; });
   MARROW_CHECK(known, ExitCode::kBadInput, rebuild(),
-               "{}: dtype code {} holds no token ids; those that do are 1 (uint8), 2 (int8), 3 "
-               "(int16), 4 (int32), 5 (int64), 8 (uint16)",
+               "{}: dtype code {} holds no token ids; those that do are 1 (uint8), 2 (int8), 3 (int16), 4 (int32), 5 "
+               "(int64), 8 (uint16)",
                path, dtype_code_);
-  const auto sequences = load<uint64_t>(idx, 18), indices = load<uint64_t>(idx, 26);
   // Each sequence takes 12 bytes and each document index 8: bounds that cannot overflow.
   const auto room = static_cast<uint64_t>(size - kIndexHeaderBytes);
   const bool fits =
       sequences <= room / 12 && indices <= room / 8 && indices >= 1 && sequences * 12 + indices * 8 == room;
   MARROW_CHECK(fits, ExitCode::kBadInput, rebuild(),
-               "{}: {} sequences and {} document indices need 12 and 8 bytes each after the header "
-               "of {}, but the file has {} bytes",
+               "{}: {} sequences and {} document indices need 12 and 8 bytes each after the header of {}, but the file "
+               "has {} bytes",
                path, sequences, indices, kIndexHeaderBytes, size);
   sequences_ = static_cast<int64_t>(sequences);
   documents_ = static_cast<int64_t>(indices) - 1;
@@ -88,7 +85,7 @@ void IndexedCorpus::check_sequences() {
   int64_t offset = 0;
   for (int64_t i = 0; i < sequences_; ++i) {
     const auto length = load<int32_t>(idx_.bytes(), kIndexHeaderBytes + i * 4);
-    const int64_t stored = index_int64(kIndexHeaderBytes + sequences_ * 4 + i * 8);
+    const auto stored = load<int64_t>(idx_.bytes(), kIndexHeaderBytes + sequences_ * 4 + i * 8);
     MARROW_CHECK(length >= 0, ExitCode::kBadInput, rebuild(), "{}: sequence {} has length {}", idx_.path(), i, length);
     MARROW_CHECK(stored == offset, ExitCode::kBadInput, rebuild(),
                  "{}: sequence {} begins at byte {}, those before it end at {}", idx_.path(), i, stored, offset);
@@ -105,7 +102,7 @@ void IndexedCorpus::check_sequences() {
 void IndexedCorpus::check_documents() const {
   int64_t previous = 0;
   for (int64_t d = 0; d <= documents_; ++d) {
-    const int64_t first = index_int64(kIndexHeaderBytes + sequences_ * 12 + d * 8);
+    const int64_t first = document_index(d);
     const int64_t lowest = d == documents_ ? sequences_ : previous;
     const int64_t highest = d == 0 ? 0 : sequences_;
     MARROW_CHECK(first >= lowest && first <= highest, ExitCode::kBadInput, rebuild(),
@@ -122,18 +119,24 @@ void IndexedCorpus::read_info() {
     return;
   }
   const Json json = Json::read_file(path);
-  const auto check = [&](const char* key, int64_t found) {
-    MARROW_CHECK(json.at(key).as_int() == found, ExitCode::kBadInput, rebuild(), "{}: \"{}\" is {}, but {} holds {}",
-                 path, key, json.at(key).as_int(), idx_.path(), found);
+  // An integer of PREFIX.json, which must lie in [lowest, highest].
+  const auto integer = [&](const char* key, int64_t lowest, int64_t highest, const std::string& why) {
+    const int64_t value = json.at(key).as_int();
+    if (value < lowest || value > highest) json.at(key).fail(fmt::format("{}, but {}", value, why), rebuild());
+    return value;
   };
-  check("documents", documents_);
-  check("tokens", tokens_);
+  integer("documents", documents_, documents_, fmt::format("{} holds {}", idx_.path(), documents_));
+  integer("tokens", tokens_, tokens_, fmt::format("{} holds {}", idx_.path(), tokens_));
   CorpusInfo& info = info_.emplace();
   info.tokenizer = json.at("tokenizer").as_string();
   info.tokenizer_hash = json.at("tokenizer_hash").as_string();
-  info.vocab_size = json.at("vocab_size").as_int();
+  info.vocab_size = integer("vocab_size", 1, INT32_MAX, "a vocabulary has 1 to 2^31 - 1 ids");
   if (!json.at("end_of_document").is_null()) {
-    info.end_of_document = static_cast<int32_t>(json.at("end_of_document").as_int());
+    info.end_of_document = static_cast<int32_t>(
+        integer("end_of_document", 0, info.vocab_size - 1, fmt::format("\"vocab_size\" is {}", info.vocab_size)));
+  }
+  if (json.has("bin_crc32")) {
+    info.checksum = static_cast<uint32_t>(integer("bin_crc32", 0, UINT32_MAX, "a CRC-32 has 32 bits"));
   }
   const uint8_t code = corpus_dtype_code(info.vocab_size);
   MARROW_CHECK(dtype_code_ == code, ExitCode::kBadInput, rebuild(),
@@ -160,8 +163,8 @@ void IndexedCorpus::read(int64_t first, std::span<int32_t> out, int64_t vocab_si
     size_t bad = 0;
     for (fetch(0); stored >= 0 && static_cast<int64_t>(stored) < vocab_size;) fetch(++bad);
     MARROW_THROW(ExitCode::kBadInput,
-                 Fix("use the corpus with a model whose vocab_size covers its tokenizer, or "
-                     "tokenize it again with the model's tokenizer"),
+                 Fix("use the corpus with a model whose vocab_size covers its tokenizer, or tokenize it again with the "
+                     "model's tokenizer"),
                  "corpus {}: token {} has id {}, outside the vocabulary: vocab_size is {}", prefix_,
                  first + static_cast<int64_t>(bad), stored, vocab_size);
   });
@@ -169,12 +172,14 @@ void IndexedCorpus::read(int64_t first, std::span<int32_t> out, int64_t vocab_si
 
 int64_t IndexedCorpus::sequence_begin(int64_t sequence) const {
   if (sequence == sequences_) return tokens_;
-  return index_int64(kIndexHeaderBytes + sequences_ * 4 + sequence * 8) / width_;
+  return load<int64_t>(idx_.bytes(), kIndexHeaderBytes + sequences_ * 4 + sequence * 8) / width_;
 }
 
-int64_t IndexedCorpus::document_begin(int64_t document) const {
-  return sequence_begin(index_int64(kIndexHeaderBytes + sequences_ * 12 + document * 8));
+int64_t IndexedCorpus::document_index(int64_t document) const {
+  return load<int64_t>(idx_.bytes(), kIndexHeaderBytes + sequences_ * 12 + document * 8);
 }
+
+int64_t IndexedCorpus::document_begin(int64_t document) const { return sequence_begin(document_index(document)); }
 
 int64_t IndexedCorpus::document_after(int64_t token) const {
   const auto documents = std::views::iota(int64_t{0}, documents_);
@@ -183,14 +188,17 @@ int64_t IndexedCorpus::document_after(int64_t token) const {
 }
 
 std::string IndexedCorpus::content_hash() const {
-  constexpr size_t kSamples = 256, kSampleBytes = 4096;
+  constexpr size_t kSamples = 256, kSampleBytes = size_t{1} << 20;
   const std::span<const std::byte> bin = bin_.bytes();
   const size_t step = std::max(bin.size() / kSamples, kSampleBytes);
   uint32_t tokens = 0;
   for (size_t at = 0; at < bin.size(); at += step) {
-    tokens = checksum(tokens, bin.subspan(at, std::min(kSampleBytes, bin.size() - at)));
+    tokens = crc32(tokens, bin.subspan(at, std::min(kSampleBytes, bin.size() - at)));
   }
-  return fmt::format("{:08x}{:08x}", checksum(0, idx_.bytes()), tokens);
+  const uint32_t told = info_ && info_->checksum ? *info_->checksum : tokens;
+  MARROW_CHECK(step > kSampleBytes || told == tokens, ExitCode::kBadInput, rebuild(),
+               "{}: its CRC-32 is {}, but \"bin_crc32\" in {}.json is {}", bin_.path(), tokens, prefix_, told);
+  return fmt::format("{:08x}{:08x}{:08x}", crc32(0, idx_.bytes()), told, tokens);
 }
 
 }  // namespace marrow

@@ -1,10 +1,10 @@
-// A tokenized corpus on disk: Megatron's indexed dataset, PREFIX.bin and PREFIX.idx, and
-// PREFIX.json which tells the tokenizer.
+// A tokenized corpus on disk: Megatron's indexed dataset, PREFIX.bin and PREFIX.idx, and PREFIX.json which tells the
+// tokenizer.
 //
-// PREFIX.idx, little-endian: "MMIDIDX\0\0", u64 version 1, u8 dtype code, u64 sequences, u64
-// document indices (documents + 1), int32 length of each sequence, int64 byte offset of each in
-// PREFIX.bin, int64 first sequence of each document, then the sequence count. marrow writes one
-// sequence per document. PREFIX.bin holds the tokens, without gaps.
+// PREFIX.idx, little-endian: "MMIDIDX\0\0", u64 version 1, u8 dtype code, u64 sequences, u64 document indices
+// (documents + 1), int32 length of each sequence, int64 byte offset of each in PREFIX.bin, int64 first sequence of each
+// document, then the sequence count. marrow writes one sequence per document. PREFIX.bin holds the tokens, without
+// gaps.
 #pragma once
 #include <array>
 #include <cstdint>
@@ -19,7 +19,15 @@
 namespace marrow {
 
 constexpr std::string_view kIndexMagic{"MMIDIDX\0\0", 9};
-constexpr int64_t kIndexHeaderBytes = 9 + 8 + 1 + 8 + 8;
+
+struct [[gnu::packed]] IndexHeader {
+  char magic[9] = {};  // kIndexMagic
+  uint64_t version = 1;
+  uint8_t dtype_code = 0;
+  uint64_t sequences = 0, document_indices = 0;
+};
+constexpr int64_t kIndexHeaderBytes = sizeof(IndexHeader);
+static_assert(kIndexHeaderBytes == 9 + 8 + 1 + 8 + 8);
 
 // What PREFIX.json says beyond the counts.
 struct CorpusInfo {
@@ -27,18 +35,20 @@ struct CorpusInfo {
   std::string tokenizer_hash;  // of its content
   int64_t vocab_size = 0;
   std::optional<int32_t> end_of_document;  // none: documents end without such a token
+  std::optional<uint32_t> checksum = {};   // CRC-32 of PREFIX.bin
 };
 
 // Megatron's dtype code for ids below `vocab_size`: 8 (uint16) up to 65,536 ids, else 4 (int32).
 uint8_t corpus_dtype_code(int64_t vocab_size);
 
-// Writes a corpus under temporary names (PREFIX.bin.tmp, PREFIX.idx.tmp) that become PREFIX.* in
-// finish(); before that, nothing under the final names changes. Memory does not grow with the
-// corpus.
+uint32_t crc32(uint32_t sum, std::span<const std::byte> bytes);  // goes on from `sum`, 0 at first
+
+// Writes a corpus under temporary names (PREFIX.bin.tmp, PREFIX.idx.tmp) that become PREFIX.* in finish(); before that,
+// nothing under the final names changes. Memory does not grow with the corpus.
 class CorpusWriter {
  public:
-  // Creates the output's folder. Existing output without `overwrite`, or another run writing the
-  // same prefix, is an Error (kUsage) that names the file.
+  // Creates the output's folder. Existing output without `overwrite`, or another run writing the same prefix, is an
+  // Error (kUsage) that names the file.
   CorpusWriter(std::string prefix, CorpusInfo info, bool overwrite);
   ~CorpusWriter();  // removes the temporary files
   CorpusWriter(const CorpusWriter&) = delete;
@@ -46,22 +56,13 @@ class CorpusWriter {
 
   // Adds documents: their tokens one after the other, and the token count of each.
   void append(std::span<const int32_t> ids, std::span<const int32_t> lengths);
-  // Completes the index, flushes all to disk, renames. PREFIX.idx comes last: a corpus without it
-  // is none.
+  // Completes the index, flushes all to disk, renames. PREFIX.idx comes last: a corpus without it is none.
   void finish();
 
   int64_t documents() const { return documents_; }
   int64_t tokens() const { return tokens_; }
 
  private:
-  struct Output {
-    explicit Output(const std::string& path) : file(path) {}
-    void append(std::span<const std::byte> bytes);
-    void put(int64_t value) { append(std::as_bytes(std::span(&value, 1))); }
-    void flush();
-    OutputFile file;
-    std::vector<std::byte> buffer;
-  };
   void write_index_tail();
 
   std::string prefix_;
@@ -69,12 +70,13 @@ class CorpusWriter {
   int64_t width_;  // bytes a token
   int64_t documents_ = 0, tokens_ = 0;
   std::optional<FileLock> lock_;  // marks PREFIX as being written
-  std::optional<Output> bin_, idx_;
+  std::optional<OutputFile> bin_, idx_;
+  uint32_t checksum_ = 0;
 };
 
-// A corpus as one stream of tokens, its documents one after the other. Memory-mapped; reading is
-// thread-safe. The constructor checks every count, length, offset and document index against the
-// file sizes (Error kBadInput naming the file and both values; kUsage where a file is missing).
+// A corpus as one stream of tokens, its documents one after the other. Memory-mapped; reading is thread-safe. The
+// constructor checks every count, length, offset and document index against the file sizes (Error kBadInput naming the
+// file and both values; kUsage where a file is missing).
 class IndexedCorpus {
  public:
   explicit IndexedCorpus(const std::string& prefix);
@@ -88,16 +90,16 @@ class IndexedCorpus {
   const std::optional<CorpusInfo>& info() const { return info_; }
   const std::string& warning() const { return warning_; }
 
-  // Copies tokens [first, first + out.size()). An id outside [0, vocab_size) is an Error
-  // (kBadInput) naming corpus, position, id and vocab_size.
+  // Copies tokens [first, first + out.size()). An id outside [0, vocab_size) is an Error (kBadInput) naming corpus,
+  // position, id and vocab_size.
   void read(int64_t first, std::span<int32_t> out, int64_t vocab_size) const;
   // Position of the first token of document `document`; tokens() for documents().
   int64_t document_begin(int64_t document) const;
-  // The first document, from `document` 0 on, that begins after position `token`; documents() if
-  // none.
+  // The first document, from `document` 0 on, that begins after position `token`; documents() if none.
   int64_t document_after(int64_t token) const;
-  // Identifies the content: sizes, every length, and samples of the tokens spread over PREFIX.bin
-  // (all of a small one). 16 hex digits. Paths and time stamps do not enter.
+  // Identifies the content: every size and length, the checksum in PREFIX.json, and PREFIX.bin: all of it up to 256
+  // MiB, else that much spread over it. Paths and time stamps do not enter. Error (kBadInput) where all of PREFIX.bin
+  // was read and its checksum is another.
   std::string content_hash() const;
 
  private:
@@ -105,7 +107,7 @@ class IndexedCorpus {
   void check_sequences();
   void check_documents() const;
   void read_info();
-  int64_t index_int64(int64_t byte_offset) const;
+  int64_t document_index(int64_t document) const;  // its first sequence
   int64_t sequence_begin(int64_t sequence) const;
 
   std::string prefix_;

@@ -47,14 +47,12 @@ std::string what_is_wrong(std::string_view line) {
 JsonField find_json_string(std::string_view line, std::string_view field, RegexScratch& scratch) {
   static const Regex whole("(?x) \\A (?&space) (?&value) (?&space) \\z" + kGrammar, Regex::Unit::kBytes);
   static const Regex member(
-      "(?x) \\G [{,] (?&space) (?<key> (?&string) ) (?&space) : (?&space) (?<text> (?&value) ) "
-      "(?&space)" +
-          kGrammar,
+      "(?x) \\G [{,] (?&space) (?<key> (?&string) ) (?&space) : (?&space) (?<text> (?&value) ) (?&space)" + kGrammar,
       Regex::Unit::kBytes);
   try {
-    if (!whole.find(line, 0, scratch)) return {InputFault::kNotJson, what_is_wrong(line)};
+    if (!whole.find(line, 0, scratch)) return {input_fault::kNotJson, what_is_wrong(line)};
   } catch (const Error&) {
-    return {InputFault::kNotJson, "it is nested too deeply"};
+    return {input_fault::kNotJson, "it is nested too deeply"};
   }
   std::optional<std::string_view> literal;
   for (size_t at = line.find_first_not_of(" \t\r\n"); member.find(line, at, scratch); at = scratch.end()) {
@@ -62,16 +60,16 @@ JsonField find_json_string(std::string_view line, std::string_view field, RegexS
       return line.substr(scratch.begin(index), scratch.end(index) - scratch.begin(index));
     };
     if (decode(group(1)) != field) continue;
-    if (literal) return {InputFault::kNotJson, fmt::format("field \"{}\" appears twice", field)};
+    if (literal) return {input_fault::kNotJson, fmt::format("field \"{}\" appears twice", field)};
     literal = group(2);
   }
-  if (!literal) return {InputFault::kMissingField, fmt::format("no field \"{}\"", field)};
+  if (!literal) return {input_fault::kMissingField, fmt::format("no field \"{}\"", field)};
   if (literal->front() != '"') {
-    return {InputFault::kMissingField, fmt::format("field \"{}\" is no string", field)};
+    return {input_fault::kMissingField, fmt::format("field \"{}\" is no string", field)};
   }
   auto text = decode(*literal);
-  if (text) return {std::nullopt, std::move(*text)};
-  return {InputFault::kInvalidUtf8, fmt::format("half a surrogate pair in \"{}\"", field)};
+  if (text) return {{}, std::move(*text)};
+  return {input_fault::kInvalidUtf8, fmt::format("half a surrogate pair in \"{}\"", field)};
 }
 
 }  // namespace marrow

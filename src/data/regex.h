@@ -32,8 +32,8 @@ class Regex {
   // Only named groups capture. Throws std::invalid_argument if the pattern is wrong.
   explicit Regex(std::string_view pattern, Unit unit = Unit::kCharacters);
   bool matches_empty() const;  // true also for patterns that call groups
-  // Finds the first match in `text` (of kCharacters: valid UTF-8) at or after `from`; false if
-  // there is none. One that takes too much memory is an Error (kBadInput).
+  // Finds the first match in `text` (of kCharacters: valid UTF-8) at or after `from`; false if there is none. One that
+  // takes too much memory is an Error (kBadInput).
   bool find(std::string_view text, size_t from, RegexScratch& scratch) const;
 
  private:

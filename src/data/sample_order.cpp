@@ -96,9 +96,9 @@ void Blend::find_period(const std::vector<double>& shares) {
   for (size_t i = 0; left > 0; ++i, --left) ++counts_[remainders[i].second];
 }
 
-// Sample j of a source with c samples in a period of D belongs into the slots from ⌊jD/c⌋ to before
-// ⌈(j+1)D/c⌉: that is what staying within 1 of its share means. The earliest deadline first meets
-// all of them, for the fractional schedule does and unit jobs on one processor need no more.
+// Sample j of a source with c samples in a period of D belongs into the slots from ⌊jD/c⌋ to before ⌈(j+1)D/c⌉: that is
+// what staying within 1 of its share means. The earliest deadline first meets all of them, for the fractional schedule
+// does and unit jobs on one processor need no more.
 void Blend::schedule() {
   std::vector<int64_t> drawn(counts_.size());
   for (int64_t slot = 0; slot < period_; ++slot) {

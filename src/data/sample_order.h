@@ -6,9 +6,9 @@
 
 namespace marrow {
 
-// A pseudo-random permutation of [0, size) in O(1) memory, a function of (size, key) alone: a
-// Feistel network over a grid of at least `size` cells; a value that falls outside walks on along
-// its cycle until it is inside (about one step more in √size).
+// A pseudo-random permutation of [0, size) in O(1) memory, a function of (size, key) alone: a Feistel network over a
+// grid of at least `size` cells; a value that falls outside walks on along its cycle until it is inside (about one step
+// more in √size).
 class Permutation {
  public:
   Permutation(int64_t size, uint64_t key);  // size >= 1
@@ -21,9 +21,9 @@ class Permutation {
 // The permutation's key for one pass over one source.
 uint64_t permutation_key(int64_t seed, int64_t source, int64_t epoch);
 
-// Interleaves sources by weight: after any n samples, source k was chosen within 1 of n · share(k)
-// times. The schedule repeats after period() samples: the shortest period that gives the weights
-// exactly, if that is at most 2^20, else 2^20 with shares rounded to multiples of 2^-20.
+// Interleaves sources by weight: after any n samples, source k was chosen within 1 of n · share(k) times. The schedule
+// repeats after period() samples: the shortest period that gives the weights exactly, if that is at most 2^20, else
+// 2^20 with shares rounded to multiples of 2^-20.
 class Blend {
  public:
   // Weights > 0, in any unit. Error (kUsage) for others, and for a share below 2^-20.

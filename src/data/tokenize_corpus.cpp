@@ -1,5 +1,7 @@
 #include "data/tokenize_corpus.h"
 
+#include <fmt/ranges.h>
+
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
@@ -27,8 +29,8 @@ struct EncodedBlock {
   int64_t block_bytes = 0;  // what it counts for against kBytesInFlight
 };
 
-// Workers take numbered blocks from the source in turn, encode them side by side, and hand them in;
-// whoever hands in the next block in order writes it and its finished successors.
+// Workers take numbered blocks from the source in turn, encode them side by side, and hand them in; whoever hands in
+// the next block in order writes it and its finished successors.
 class Pipeline {
  public:
   Pipeline(const TokenizeOptions& options, const Tokenizer& tokenizer, Logger& logger)
@@ -132,14 +134,13 @@ class Pipeline {
   }
 
   void count_fault(const std::string& path, const BadInput& fault) {
-    const std::string_view kind = fault_name(fault.fault);
     MARROW_CHECK(options_.skip_faults, ExitCode::kBadInput,
                  Fix("repair this input, or add --on-error skip to leave such documents out"), "{}:{}: {}: {}", path,
-                 fault.line, kind, fault.detail);
-    ++result_.faults[static_cast<size_t>(fault.fault)];
+                 fault.line, fault.fault, fault.detail);
+    ++result_.faults[fault.fault];
     if (++result_.skipped > kWarnings) return;
     const char* const last = result_.skipped < kWarnings ? "" : " (further ones are only counted)";
-    logger_.warn(fmt::format("{}:{}: skipped, {}: {}{}", path, fault.line, kind, fault.detail, last));
+    logger_.warn(fmt::format("{}:{}: skipped, {}: {}{}", path, fault.line, fault.fault, fault.detail, last));
   }
 
   void show_progress() {
@@ -156,13 +157,9 @@ class Pipeline {
 
   void report_skipped() {
     if (result_.skipped == 0) return;
-    std::string line = fmt::format("skipped {} inputs:", result_.skipped);
-    for (size_t kind = 0; kind < kInputFaults; ++kind) {
-      if (result_.faults[kind] == 0) continue;
-      line += fmt::format(" {} {};", result_.faults[kind], fault_name(static_cast<InputFault>(kind)));
-    }
-    line.pop_back();
-    logger_.warn(line);
+    std::vector<std::string> kinds;
+    for (const auto& [kind, count] : result_.faults) kinds.push_back(fmt::format("{} {}", count, kind));
+    logger_.warn(fmt::format("skipped {} inputs: {}", result_.skipped, fmt::join(kinds, "; ")));
   }
 
   double seconds() const { return std::chrono::duration<double>(Clock::now() - start_).count(); }

@@ -1,8 +1,8 @@
 // Text to a tokenized corpus, in parallel: the engine of `marrow tokenize`.
 #pragma once
-#include <array>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -29,14 +29,14 @@ struct TokenizeResult {
   int64_t documents = 0, tokens = 0;
   int64_t bytes = 0;  // of the documents' text
   int64_t skipped = 0;
-  std::array<int64_t, kInputFaults> faults{};  // skipped, by kind
+  std::map<std::string_view, int64_t> faults;  // skipped, by kind (of input_fault)
   double seconds = 0;
 };
 
-// The corpus is the same, byte for byte, for any number of workers. Memory is bounded at any input
-// size: 64 MiB of text in flight and its tokens, or about nine times the largest document. Nothing
-// appears under the output's names unless all went well. Faults of the input are told with
-// file:line: the first as an Error (kBadInput), or under skip_faults the first ten as warnings.
+// The corpus is the same, byte for byte, for any number of workers. Memory is bounded at any input size: 64 MiB of text
+// in flight and its tokens, or about nine times the largest document. Nothing appears under the output's names unless
+// all went well. Faults of the input are told with file:line: the first as an Error (kBadInput), or under skip_faults
+// the first ten as warnings.
 TokenizeResult tokenize_corpus(const TokenizeOptions& options, const Tokenizer& tokenizer, Logger& logger);
 
 }  // namespace marrow

@@ -11,6 +11,7 @@
 #include "data/unicode_text.h"
 
 namespace marrow {
+namespace fs = std::filesystem;
 namespace {
 
 constexpr const char* kReplacementCharacter = "\xef\xbf\xbd";
@@ -18,6 +19,7 @@ constexpr int32_t kBytesEndOfDocument = 256;
 
 class ByteTokenizer final : public Tokenizer {
  public:
+  ByteTokenizer() : Tokenizer("bytes", "bytes", kBytesEndOfDocument + 1, kBytesEndOfDocument) {}
   void encode(std::string_view text, std::vector<int32_t>& ids) const override {
     const auto* const bytes = reinterpret_cast<const uint8_t*>(text.data());
     ids.insert(ids.end(), bytes, bytes + text.size());
@@ -33,13 +35,6 @@ class ByteTokenizer final : public Tokenizer {
     }
     return text;
   }
-  int64_t vocab_size() const override { return kBytesEndOfDocument + 1; }
-  std::optional<int32_t> end_of_document() const override { return kBytesEndOfDocument; }
-  const std::string& name() const override { return name_; }
-  const std::string& hash() const override { return hash_; }
-
- private:
-  std::string name_ = "bytes", hash_ = "bytes";
 };
 
 // Finds added tokens in text: leftmost, and of those the longest.
@@ -51,9 +46,8 @@ class AddedTokens {
     tokens_.emplace(token.content, token);
   }
 
-  // Calls plain(std::string_view) and token(id) for the parts of `text` in order. Special tokens
-  // are found like others, so that nothing is found inside of them, but unless `special_tokens`
-  // they are then passed over as plain text.
+  // Calls plain(std::string_view) and token(id) for the parts of `text` in order. Special tokens are found like others,
+  // so that nothing is found inside of them, but unless `special_tokens` they are then passed over as plain text.
   template <class Plain, class Token>
   void split(std::string_view text, bool special_tokens, Plain&& plain, Token&& token) const {
     size_t done = 0;
@@ -86,11 +80,9 @@ class AddedTokens {
 
 class BpeTokenizer final : public Tokenizer {
  public:
-  BpeTokenizer(TokenizerSpec spec, std::string path, std::string hash, const TokenizerOptions& options)
-      : path_(std::move(path)),
-        hash_(std::move(hash)),
+  BpeTokenizer(TokenizerSpec spec, const std::string& path, const std::string& hash, const TokenizerOptions& options)
+      : Tokenizer(path, hash, static_cast<int64_t>(spec.texts.size()), options.end_of_document),
         special_tokens_(options.special_tokens),
-        end_of_document_(options.end_of_document),
         nfc_(spec.nfc),
         texts_(std::move(spec.texts)),
         stages_(std::move(spec.stages)),
@@ -99,22 +91,17 @@ class BpeTokenizer final : public Tokenizer {
       if (token.normalized && nfc_) token.content = to_nfc(token.content);
       (token.normalized ? normalized_tokens_ : raw_tokens_).add(token);
     }
-    if (!end_of_document_) end_of_document_ = read_end_of_document(spec, path_);
-    MARROW_CHECK(!end_of_document_ || (*end_of_document_ >= 0 && *end_of_document_ < vocab_size()), ExitCode::kUsage,
+    if (!end_of_document_) end_of_document_ = read_end_of_document(spec, path);
+    MARROW_CHECK(!end_of_document_ || (*end_of_document_ >= 0 && *end_of_document_ < vocab_size_), ExitCode::kUsage,
                  Fix("give --eod-id an id of this tokenizer"),
-                 "{}: end-of-document id {} is outside of the vocabulary of {} ids", path_, *end_of_document_,
-                 vocab_size());
+                 "{}: end-of-document id {} is outside of the vocabulary of {} ids", path, *end_of_document_,
+                 vocab_size_);
   }
-
-  int64_t vocab_size() const override { return static_cast<int64_t>(texts_.size()); }
-  std::optional<int32_t> end_of_document() const override { return end_of_document_; }
-  const std::string& name() const override { return path_; }
-  const std::string& hash() const override { return hash_; }
 
   void encode(std::string_view text, std::vector<int32_t>& ids) const override {
     const size_t valid = valid_utf8_length(text);
     MARROW_CHECK(valid == text.size(), ExitCode::kBadInput, Fix("repair the text, or tokenize with --on-error skip"),
-                 "text for {} is not valid UTF-8: byte {:#04x} at offset {} of {}", path_,
+                 "text for {} is not valid UTF-8: byte {:#04x} at offset {} of {}", name_,
                  static_cast<uint8_t>(text[valid]), valid, text.size());
     auto scratch = borrow();
     const auto push = [&](int32_t id) { ids.push_back(id); };
@@ -132,7 +119,7 @@ class BpeTokenizer final : public Tokenizer {
   std::string decode(std::span<const int32_t> ids) const override {
     std::string text;
     for (const int32_t id : ids) {
-      text += id >= 0 && id < vocab_size() ? texts_[static_cast<size_t>(id)] : kReplacementCharacter;
+      text += id >= 0 && id < vocab_size_ ? texts_[static_cast<size_t>(id)] : kReplacementCharacter;
     }
     return text;
   }
@@ -161,8 +148,8 @@ class BpeTokenizer final : public Tokenizer {
     if (grown <= size_t{16} << 20) idle_.push_back(std::move(scratch));
   }
 
-  // Applies the split stages from `stage` on to `text`, and merges the words that come out. The
-  // expressions see `classes` in its place, a text of equal length.
+  // Applies the split stages from `stage` on to `text`, and merges the words that come out. The expressions see
+  // `classes` in its place, a text of equal length.
   void encode_piece(size_t stage, std::string_view text, std::string_view classes, Scratch& scratch,
                     std::vector<int32_t>& ids) const {
     if (stage == stages_.size()) return merger_.encode(text, scratch.merge, ids);
@@ -180,10 +167,7 @@ class BpeTokenizer final : public Tokenizer {
     if (keep_rest && at < text.size()) keep(at, text.size());
   }
 
-  std::string path_, hash_;
-  bool special_tokens_;
-  std::optional<int32_t> end_of_document_;
-  bool nfc_;
+  bool special_tokens_, nfc_;
   AddedTokens raw_tokens_, normalized_tokens_;
   std::vector<std::string> texts_;  // [vocab_size]
   std::vector<SplitStage> stages_;
@@ -192,24 +176,31 @@ class BpeTokenizer final : public Tokenizer {
   mutable std::vector<std::unique_ptr<Scratch>> idle_;
 };
 
+std::string hash_of_file(const std::string& text) {
+  return text == bytes_tokenizer_files()[0].text ? "bytes" : sha256_hex(text);
+}
+
 }  // namespace
 
 std::unique_ptr<Tokenizer> open_tokenizer(const std::string& name_or_path, const TokenizerOptions& options) {
-  if (name_or_path == "bytes") {
-    MARROW_CHECK(options.end_of_document.value_or(kBytesEndOfDocument) == kBytesEndOfDocument, ExitCode::kUsage,
-                 Fix("leave out --eod-id"), "end-of-document id {} with the tokenizer bytes, which has {}",
-                 *options.end_of_document, kBytesEndOfDocument);
-    return std::make_unique<ByteTokenizer>();
-  }
-  namespace fs = std::filesystem;
-  const bool is_folder = fs::is_directory(name_or_path);
-  const std::string path = is_folder ? (fs::path(name_or_path) / "tokenizer.json").string() : name_or_path;
-  MARROW_CHECK(fs::exists(path), ExitCode::kUsage,
-               Fix("give \"bytes\", a tokenizer.json or a folder that holds one, as "
-                   "AutoTokenizer.save_pretrained writes it"),
-               "tokenizer {}: there is no file {}", json_quote(name_or_path), path);
-  const std::string text = read_text_file(path);
-  return std::make_unique<BpeTokenizer>(read_tokenizer_json(text, path), path, sha256_hex(text), options);
+  const bool is_bytes = name_or_path == "bytes";
+  const std::string path = fs::is_directory(name_or_path) ? name_or_path + "/tokenizer.json" : name_or_path;
+  MARROW_CHECK(
+      is_bytes || fs::exists(path), ExitCode::kUsage,
+      Fix("give \"bytes\", a tokenizer.json or a folder that holds one, as AutoTokenizer.save_pretrained writes it"),
+      "tokenizer {}: there is no file {}", json_quote(name_or_path), path);
+  const std::string text = is_bytes ? bytes_tokenizer_files()[0].text : read_text_file(path);
+  const std::string hash = hash_of_file(text);
+  if (hash != "bytes") return std::make_unique<BpeTokenizer>(read_tokenizer_json(text, path), path, hash, options);
+  MARROW_CHECK(options.end_of_document.value_or(kBytesEndOfDocument) == kBytesEndOfDocument, ExitCode::kUsage,
+               Fix("leave out --eod-id"), "end-of-document id {} with the tokenizer bytes, which has {}",
+               *options.end_of_document, kBytesEndOfDocument);
+  return std::make_unique<ByteTokenizer>();
+}
+
+std::string tokenizer_hash(const std::string& folder) {
+  const std::string path = folder + "/tokenizer.json";
+  return fs::exists(path) ? hash_of_file(read_text_file(path)) : "";
 }
 
 }  // namespace marrow

@@ -7,6 +7,7 @@
 
 #include "base/files.h"
 #include "base/json.h"
+#include "data/tokenizer.h"
 #include "data/unicode_text.h"
 
 namespace marrow {
@@ -17,9 +18,8 @@ const char* const kGpt2Pattern = R"('s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?
 // char::is_numeric of the reference, which knows 13 more code points than its regular expressions.
 const char* const kDigitPattern = R"([\p{N}\x{11de0}-\x{11de9}\x{16ff4}-\x{16ff6}])";
 
-// The constructs that Oniguruma and PCRE2 read alike. Caseless groups hold letters alone, without
-// the pairs that Oniguruma also finds as one character (ß, ligatures); \x80 to \xff are bytes there
-// and characters here.
+// The constructs that Oniguruma and PCRE2 read alike. Caseless groups hold letters alone, without the pairs that
+// Oniguruma also finds as one character (ß, ligatures); \x80 to \xff are bytes there and characters here.
 const char* const kUnderstood = R"re((?x) \A
   (?: (?&escape)
     | \[ \^? (?!\]) (?: (?&escape) | [^]\[\\&] | &(?!&) )+ \]
@@ -37,8 +37,8 @@ const char* const kUnderstood = R"re((?x) \A
 
 Fix unsupported() {
   return Fix(
-      "use a byte-level BPE tokenizer without this feature; marrow implements the added_tokens, "
-      "NFC, Split, Digits, ByteLevel, Sequence and BPE parts of tokenizer.json");
+      "use a byte-level BPE tokenizer without this feature; marrow implements the added_tokens, NFC, Split, Digits, "
+      "ByteLevel, Sequence and BPE parts of tokenizer.json");
 }
 
 [[noreturn]] void refuse(const Json& value) {
@@ -62,14 +62,6 @@ void expect_unused(const Json& object, const std::vector<std::string_view>& keys
   }
 }
 
-std::vector<Json> list_at(const Json& object, std::string_view key) {
-  const Json list = object.at(key);
-  if (!list.is_array()) list.fail("expected an array", Fix("write a list in [ ]"));
-  std::vector<Json> items;
-  for (size_t i = 0; i < list.size(); ++i) items.push_back(list.at(i));
-  return items;
-}
-
 // The parts of a Sequence, under `list_key`, and of those that it holds, else
 // `json` itself; nothing for null.
 std::vector<Json> flatten(const Json& json, std::string_view list_key) {
@@ -77,7 +69,7 @@ std::vector<Json> flatten(const Json& json, std::string_view list_key) {
   if (json.at("type").as_string() != "Sequence") return {json};
   expect_keys(json, {"type", list_key});
   std::vector<Json> parts;
-  for (const Json& child : list_at(json, list_key)) {
+  for (const Json& child : json.at(list_key).elements()) {
     for (const Json& part : flatten(child, list_key)) parts.push_back(part);
   }
   return parts;
@@ -123,18 +115,24 @@ void read_pretokenizer(const Json& json, std::vector<SplitStage>& stages) {
   if (!complete) json.fail("does not end with ByteLevel", unsupported());
 }
 
-// The bytes that a vocabulary entry spells in GPT-2's alphabet, where printable Latin-1 characters
-// stand for themselves and the other bytes, in order, are spelled U+0100 on; nothing where there is
-// another character.
+// GPT-2's alphabet: the code point that spells each byte. Printable Latin-1 characters stand for themselves, the other
+// bytes, in order, for those from U+0100 on.
+std::array<uint32_t, 256> byte_alphabet() {
+  std::array<uint32_t, 256> alphabet{};
+  uint32_t next = 0x100;
+  for (uint32_t byte = 0; byte < 256; ++byte) {
+    const bool printable = (byte >= '!' && byte <= '~') || (byte >= 0xa1 && byte != 0xad);
+    alphabet[byte] = printable ? byte : next++;
+  }
+  return alphabet;
+}
+
+// The bytes that a vocabulary entry spells; nothing where it holds a character of no byte.
 std::optional<std::string> spelled_bytes(const std::string& entry) {
   static const auto bytes = [] {
     std::array<int, 0x144> table{};
     table.fill(-1);
-    size_t next = 0x100;
-    for (int byte = 0; byte < 256; ++byte) {
-      const bool printable = (byte >= '!' && byte <= '~') || (byte >= 0xa1 && byte != 0xad);
-      table[printable ? static_cast<size_t>(byte) : next++] = byte;
-    }
+    for (int byte = 0; const uint32_t code : byte_alphabet()) table[code] = byte++;
     return table;
   }();
   std::string out;
@@ -182,7 +180,7 @@ void read_vocab(const Json& json, bool ignore_merges, TokenizerSpec& spec) {
 
 // Merges are written ["left", "right"] or "left right".
 void read_merges(const Json& model, TokenizerSpec& spec) {
-  const auto merges = list_at(model, "merges");
+  const auto merges = model.at("merges").elements();
   spec.merges.reserve(merges.size());
   for (const Json& merge : merges) {
     std::string left, right;
@@ -218,11 +216,11 @@ void read_model(const Json& model, TokenizerSpec& spec) {
   read_merges(model, spec);
 }
 
-// The reference numbers added tokens itself: those outside of the vocab get the ids behind it, in
-// the file's order, whatever the file says. Where the two differ, the file is refused.
+// The reference numbers added tokens itself: those outside of the vocab get the ids behind it, in the file's order,
+// whatever the file says. Where the two differ, the file is refused.
 void read_added_tokens(const Json& root, TokenizerSpec& spec) {
   auto next_id = static_cast<int32_t>(spec.vocab.size());
-  for (const Json& json : list_at(root, "added_tokens")) {
+  for (const Json& json : root.at("added_tokens").elements()) {
     expect_keys(json, {"id", "content", "single_word", "lstrip", "rstrip", "normalized", "special"});
     expect_unused(json, {"single_word", "lstrip", "rstrip"});
     AddedToken token{.content = json.at("content").as_string(), .id = 0};
@@ -269,8 +267,8 @@ TokenizerSpec read_tokenizer_json(std::string_view text, const std::string& path
     spec.nfc = true;
   }
   read_pretokenizer(root.at("pre_tokenizer"), spec.stages);
-  // ByteLevel changes offsets only. TemplateProcessing adds tokens around a text for inference; a
-  // corpus is encoded without them, as add_special_tokens=False does.
+  // ByteLevel changes offsets only. TemplateProcessing adds tokens around a text for inference; a corpus is encoded
+  // without them, as add_special_tokens=False does.
   for (const Json& part : parts_at(root, "post_processor", "processors")) {
     const std::string type = part.at("type").as_string();
     if (type != "ByteLevel" && type != "TemplateProcessing") refuse(part.at("type"));
@@ -280,6 +278,22 @@ TokenizerSpec read_tokenizer_json(std::string_view text, const std::string& path
   read_model(root.at("model"), spec);
   if (root.has("added_tokens")) read_added_tokens(root, spec);
   return spec;
+}
+
+std::vector<SideFile> bytes_tokenizer_files() {
+  JsonWriter vocab;
+  for (int byte = 0; const uint32_t code : byte_alphabet()) vocab.field(encode_utf8(code), byte++);
+  const std::string byte_level = R"({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, )"
+                                 R"("use_regex": false})";
+  JsonWriter end, model, file, config;
+  end.field("id", 256, "content", "<|endoftext|>", "single_word", false, "lstrip", false, "rstrip", false, "normalized",
+            false, "special", true);
+  model.field("type", "BPE").raw("vocab", vocab.text()).raw("merges", "[]");
+  file.field("version", "1.0").raw("added_tokens", "[" + end.text() + "]").raw("pre_tokenizer", byte_level);
+  file.raw("decoder", byte_level).raw("model", model.text());
+  config.field("tokenizer_class", "PreTrainedTokenizerFast", "eos_token", "<|endoftext|>",
+               "clean_up_tokenization_spaces", false, "model_max_length", 1'000'000'000);
+  return {{"tokenizer.json", file.lines()}, {"tokenizer_config.json", config.lines()}};
 }
 
 std::optional<int32_t> read_end_of_document(const TokenizerSpec& spec, const std::string& path) {

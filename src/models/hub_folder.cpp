@@ -6,45 +6,6 @@ namespace marrow {
 namespace fs = std::filesystem;
 namespace {
 
-constexpr const char* kEndOfText = "<|endoftext|>";
-
-// GPT-2's byte alphabet: printable Latin-1 stands for itself, every other byte, in order, for the
-// characters from U+0100 on.
-std::string byte_character(int byte, int& next) {
-  const bool printable = (byte >= 0x21 && byte <= 0x7e) || (byte >= 0xa1 && byte <= 0xac) || byte >= 0xae;
-  const int code = printable ? byte : next++;
-  if (code < 0x80) return std::string(1, static_cast<char>(code));
-  return {static_cast<char>(0xc0 | (code >> 6)), static_cast<char>(0x80 | (code & 0x3f))};
-}
-
-std::string bytes_tokenizer_json() {
-  JsonWriter vocab;
-  int next = 0x100;
-  for (int byte = 0; byte < 256; ++byte) vocab.field(byte_character(byte, next), byte);
-  const std::string byte_level =
-      R"({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false})";
-  JsonWriter end, model;
-  end.field("id", 256).field("content", kEndOfText).field("single_word", false);
-  end.field("lstrip", false).field("rstrip", false).field("normalized", false);
-  model.field("type", "BPE").raw("vocab", vocab.text()).raw("merges", "[]");
-  return JsonWriter()
-      .field("version", "1.0")
-      .raw("added_tokens", "[" + end.field("special", true).text() + "]")
-      .raw("pre_tokenizer", byte_level)
-      .raw("decoder", byte_level)
-      .raw("model", model.text())
-      .lines();
-}
-
-std::string bytes_tokenizer_config() {
-  return JsonWriter()
-      .field("tokenizer_class", "PreTrainedTokenizerFast")
-      .field("eos_token", kEndOfText)
-      .field("clean_up_tokenization_spaces", false)
-      .field("model_max_length", 1'000'000'000)
-      .lines();
-}
-
 std::string default_architecture(const Json& config) {
   const std::string type = config.at("model_type").as_string();
   if (type == "qwen3_moe") return R"(["Qwen3MoeForCausalLM"])";
@@ -123,16 +84,6 @@ std::vector<SideFile> read_tokenizer_files(const std::string& folder) {
     if (fs::exists(path)) files.push_back({name, read_text_file(path)});
   }
   return files;
-}
-
-std::vector<SideFile> bytes_tokenizer_files() {
-  return {{"tokenizer.json", bytes_tokenizer_json()}, {"tokenizer_config.json", bytes_tokenizer_config()}};
-}
-
-bool is_bytes_tokenizer(const std::vector<SideFile>& files) {
-  return std::any_of(files.begin(), files.end(), [](const SideFile& file) {
-    return file.name == "tokenizer.json" && file.text == bytes_tokenizer_json();
-  });
 }
 
 std::string hub_config(const Json& config, at::ScalarType dtype, int64_t end_of_document) {

@@ -1,5 +1,6 @@
 // Model folders as the Hugging Face Hub lays them out: config.json, tokenizer files, safetensors.
 #pragma once
+#include "base/files.h"
 #include "base/json.h"
 #include "models/model_weights.h"
 #include "ops/parameter_spec.h"
@@ -7,21 +8,11 @@
 
 namespace marrow {
 
-// A small file that goes along with weights, whole.
-struct SideFile {
-  std::string name;  // "tokenizer.json"
-  std::string text;
-};
-
 // The files of `folder` that make up its tokenizer (and its chat template), those that exist.
 std::vector<SideFile> read_tokenizer_files(const std::string& folder);
-// tokenizer.json and tokenizer_config.json that give, in transformers, the ids of our `bytes`
-// tokenizer: byte b is id b, <|endoftext|> is 256.
-std::vector<SideFile> bytes_tokenizer_files();
-bool is_bytes_tokenizer(const std::vector<SideFile>& files);
 
-// `config` with the fields of both styles of the Hub (rope_theta and rope_parameters, num_experts
-// and num_local_experts, torch_dtype and dtype) and the end-of-document id (< 0: left as it is).
+// `config` with the fields of both styles of the Hub (rope_theta and rope_parameters, num_experts and
+// num_local_experts, torch_dtype and dtype) and the end-of-document id (< 0: left as it is).
 std::string hub_config(const Json& config, at::ScalarType dtype, int64_t end_of_document);
 
 struct HubExport {
@@ -35,8 +26,8 @@ struct HubExport {
   int64_t max_shard_bytes = 5'000'000'000;
 };
 
-// Writes a folder that transformers, vLLM and SGLang load; appears whole or not at all. Memory is
-// bounded, whatever the model's size. Returns the bytes written.
+// Writes a folder that transformers, vLLM and SGLang load; appears whole or not at all. Memory is bounded, whatever the
+// model's size. Returns the bytes written.
 int64_t write_hub_folder(const HubExport& to, const ModelWeights& weights);
 
 }  // namespace marrow

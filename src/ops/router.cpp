@@ -146,9 +146,9 @@ RouterOutput router(const Tensor& x, const Parameter& weight, const Tensor& sele
   MARROW_CHECK(
       w.size(0) <= kRouterMaxExperts && options.top_k >= 1 && options.top_k <= std::min(w.size(0), kRouterMaxTopK),
       ExitCode::kUsage,
-      Fix(fmt::format("set num_experts_per_tok between 1 and the number of experts, at most "
-                      "{} of at most {} experts",
-                      kRouterMaxTopK, kRouterMaxExperts)),
+      Fix("set num_experts_per_tok between 1 and the number of experts, at most "
+          "{} of at most {} experts",
+          kRouterMaxTopK, kRouterMaxExperts),
       "{}: top {} of {} experts", weight.name, options.top_k, w.size(0));
   MARROW_CHECK(groups > 0 && x.size(0) % groups == 0, ExitCode::kUsage,
                Fix("make the tokens of a micro-batch a multiple of its sequences"),

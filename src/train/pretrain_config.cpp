@@ -312,7 +312,7 @@ const toml::table& read_section(const toml::key& name, const toml::node& node) {
                                      : fmt::format("did you mean [{}]?", nearest)),
                  "{}: unknown section or top-level key {}", place(name.source()), json_quote(name.str()));
   }
-  MARROW_CHECK(node.is_table(), ExitCode::kUsage, Fix(fmt::format("write [{}] above its keys", name.str())),
+  MARROW_CHECK(node.is_table(), ExitCode::kUsage, Fix("write [{}] above its keys", name.str()),
                "{}: {} is a section, not {}", place(node.source()), name.str(), described(node));
   return *node.as_table();
 }
@@ -328,15 +328,14 @@ std::map<std::string, std::string> read_tree(const toml::table& tree, const std:
           std::find_if(keys.begin(), keys.end(), [&](const Key& candidate) { return candidate.name == name; });
       if (known == keys.end()) fail_unknown(key, name, keys);
       const toml::node* fault = known->read(value);
-      MARROW_CHECK(fault == nullptr, ExitCode::kUsage, Fix(fmt::format("set {} to {}", name, known->valid)),
-                   "{}: {} is {}, not {}", place(fault->source()), name, described(*fault), known->valid);
+      MARROW_CHECK(fault == nullptr, ExitCode::kUsage, Fix("set {} to {}", name, known->valid), "{}: {} is {}, not {}",
+                   place(fault->source()), name, described(*fault), known->valid);
       places[name] = place(value.source());
     }
   }
   for (const Key& key : keys) {
     MARROW_CHECK(!key.required || places.contains(key.name), ExitCode::kUsage,
-                 Fix(fmt::format("add {} = {} ({})", key.name, key.valid, key.help)), "{}: {} is missing", path,
-                 key.name);
+                 Fix("add {} = {} ({})", key.name, key.valid, key.help), "{}: {} is missing", path, key.name);
   }
   return places;
 }

@@ -11,14 +11,15 @@ Subcommand sample() {
   return {.name = "sample",
           .summary = "what it does",
           .positionals = {"RUN.toml"},
-          .options = {{.name = "output", .takes = Takes::kOne, .value = "PATH", .help = "where to", .required = true},
-                      {.name = "workers", .takes = Takes::kOne, .value = "N", .fallback = "4"},
-                      {.name = "rate", .takes = Takes::kOne, .value = "R", .fallback = "0.5"},
-                      {.name = "set", .takes = Takes::kRepeated, .value = "KEY=VALUE"},
-                      {.name = "input", .takes = Takes::kMany, .value = "PATH"},
-                      {.name = "on-error", .takes = Takes::kOne, .fallback = "stop", .choices = {"skip", "stop"}},
-                      {.name = "overwrite"},
-                      {.name = "help-config", .alone = true}},
+          .options = {{"--output PATH", "where to"},
+                      {"[--workers N]", "", "4"},
+                      {"[--rate R]", "", "0.5"},
+                      {"[--set KEY=VALUE]...", ""},
+                      {"[--input PATH...]", ""},
+                      {"[--on-error skip|stop]", "", "stop"},
+                      {"[--prompt TEXT]", ""},
+                      {"[--overwrite]", ""},
+                      {"[--help-config]", ""}},
           .example = "marrow sample run.toml --output x\nmarrow sample --help-config"};
 }
 
@@ -36,6 +37,42 @@ TEST(CommandLine, ReadsEveryForm) {
   EXPECT_TRUE(args.flag("overwrite"));
   EXPECT_TRUE(args.json());
   EXPECT_FALSE(args.help());
+}
+
+TEST(CommandLine, ValuesMayBeginWithDashesOrBeEmptyText) {
+  const Subcommand command = sample();
+  const auto prompt = [&](const std::vector<std::string>& words) {
+    std::vector<std::string> all = {"r", "--output", "o"};
+    all.insert(all.end(), words.begin(), words.end());
+    return CommandLine(command, all).text("prompt");
+  };
+  EXPECT_EQ(prompt({"--prompt", "--x"}), "--x");
+  EXPECT_EQ(prompt({"--prompt", "--x=1"}), "--x=1");
+  EXPECT_EQ(prompt({"--prompt=--x"}), "--x");
+  EXPECT_EQ(prompt({"--prompt", "-h"}), "-h");
+  EXPECT_EQ(prompt({"--prompt", "---"}), "---");
+  EXPECT_EQ(prompt({"--prompt=--json"}), "--json");  // an option's name needs the =
+  EXPECT_EQ(prompt({"--prompt", ""}), "");
+  EXPECT_EQ(prompt({"--prompt="}), "");
+}
+
+TEST(CommandLine, UnderJsonWarningsAreKeptForTheResult) {
+  const Subcommand command = sample();
+  const CommandLine args(command, {"r", "--output", "o", "--json"});
+  testing::internal::CaptureStderr();
+  testing::internal::CaptureStdout();
+  args.logger().info("told");
+  args.logger().warn("odd");
+  args.print("text", JsonWriter().field("a", 1));
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "");
+  EXPECT_EQ(testing::internal::GetCapturedStdout(), "{\"a\": 1, \"warnings\": [\"odd\"]}\n");
+  const CommandLine plain(command, {"r", "--output", "o"});
+  testing::internal::CaptureStderr();
+  testing::internal::CaptureStdout();
+  plain.logger().warn("odd");
+  plain.print("text", JsonWriter().field("a", 1));
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "warning: odd\n");
+  EXPECT_EQ(testing::internal::GetCapturedStdout(), "text\n");
 }
 
 TEST(CommandLine, HelpAndAloneOptionsNeedNothingBesideThem) {
@@ -58,11 +95,17 @@ TEST(CommandLine, FaultsNameTheWordAndTheFix) {
       {{"--output", "x"}, "needs 1 argument (RUN.toml), 0 given", "marrow sample --help"},
       {{"a", "b", "--output", "x"}, "but \"b\" is given more", "marrow sample --help"},
       {{"r", "--output"}, "--output needs a value", "write --output PATH"},
-      {{"r", "--output", "--json"}, "--output needs a value", "write --output PATH"},
+      {{"r", "--output", "--json"}, "--output needs a value", "--output=--name"},
+      {{"r", "--output", "x", "--prompt", "--workers=1"}, "--prompt needs a value", "--prompt=--name"},
+      {{"r", "--input", "--zzzzzzzzzz"}, "no option --zzzzzzzzzz", "--NAME=--zzzzzzzzzz"},
+      {{"r", "--output", ""}, "--output is given an empty value", "write --output PATH"},
+      {{"r", "--output="}, "--output is given an empty value", "write --output PATH"},
+      {{"r", "--output", "x", "--input", "a", ""}, "--input is given an empty value", "write --input PATH..."},
+      {{"", "--output", "x"}, "RUN.toml is given as an empty path", "marrow sample --help"},
       {{"r", "--output", "x", "--output", "y"}, "--output is given twice", "give --output once"},
       {{"r", "--output", "x", "--overwrite=1"}, "--overwrite takes no value", "alone"},
       {{"r", "--output", "x", "--on-error", "go"},
-       "--on-error is \"go\", not one of skip, stop",
+       "--on-error is \"go\", not one of skip|stop",
        "write --on-error skip|stop"},
   };
   const Subcommand command = sample();
@@ -80,7 +123,7 @@ TEST(CommandLine, FaultsNameTheWordAndTheFix) {
 
 TEST(CommandLine, NumbersAreCheckedWhole) {
   const Subcommand command = sample();
-  for (const char* word : {"x", "3x", "", "99999999999999999999", "1.5", "-1"}) {
+  for (const char* word : {"x", "3x", "99999999999999999999", "1.5", "-1"}) {
     const CommandLine args(command, {"r", "--output=o", fmt::format("--workers={}", word)});
     EXPECT_THROW(args.integer("workers", 0), Error) << word;
   }
@@ -93,7 +136,7 @@ TEST(CommandLine, NumbersAreCheckedWhole) {
 TEST(CommandLine, HelpShowsUsageDefaultsAndExample) {
   const std::string text = help_text(sample());
   for (const char* part :
-       {"usage: marrow sample RUN.toml --output PATH", "(default: 4)", "[--set KEY=VALUE][...]", "--input PATH...",
+       {"usage: marrow sample RUN.toml --output PATH", "(default: 4)", "[--set KEY=VALUE]...", "[--input PATH...]",
         "--on-error skip|stop", "--json", "example:\n  marrow sample run.toml --output x\n"}) {
     EXPECT_NE(text.find(part), std::string::npos) << part << "\n" << text;
   }

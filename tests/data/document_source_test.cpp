@@ -1,5 +1,6 @@
 #include "data/document_source.h"
 
+#include <sys/stat.h>
 #include <zlib.h>
 #include <zstd.h>
 
@@ -40,8 +41,7 @@ class DocumentSourceTest : public CorpusFolder {
       read_documents(block, "text", [&](const Document& document) {
         const std::string name = std::filesystem::path(block.path).filename();
         const auto& fault = document.fault;
-        out.push_back(fault ? fmt::format("<{}:{} {}>", name, fault->line, fault_name(fault->fault))
-                            : std::string(document.text));
+        out.push_back(fault ? fmt::format("<{}:{} {}>", name, fault->line, fault->fault) : std::string(document.text));
       });
     }
     EXPECT_EQ(source.disk_bytes_read(), source.disk_bytes());
@@ -188,9 +188,20 @@ TEST_F(DocumentSourceTest, AnEndlessLineCostsNoMemory) {
   DocumentSource source({path("huge.txt.gz")}, limits);
   InputBlock block;
   ASSERT_TRUE(source.next(block));
-  EXPECT_EQ(block.fault->fault, InputFault::kTooLong);
+  EXPECT_EQ(block.fault->fault, input_fault::kTooLong);
   EXPECT_FALSE(source.next(block));
   EXPECT_LT(largest_block_, 100000u);
+}
+
+TEST_F(DocumentSourceTest, PipesSocketsAndDevicesAreRefusedByName) {
+  write("ok.txt", "ok");
+  ASSERT_EQ(mkfifo(path("pipe").c_str(), 0600), 0);
+  for (const std::string& odd : {path("pipe"), std::string("/dev/zero")}) {
+    const ErrorReport report = error_of([&] { DocumentSource({odd}, {}); });
+    EXPECT_EQ(report.code, ExitCode::kUsage);
+    expect_contains(report.what, {odd, "pipe"});
+  }
+  EXPECT_EQ(read({folder_}), Lines{"ok"});
 }
 
 TEST_F(DocumentSourceTest, AFileThatCannotBeReadIsAFault) {

@@ -176,6 +176,16 @@ TEST_F(IndexedCorpusTest, DisagreeingDescriptionIsRefused) {
   expect_contains(with("257", "70000"), {"70000", "dtype code 8"});
   expect_contains(with("\"vocab_size\"", "\"vocabulary\""), {"vocab_size", "missing"});
   expect_contains(with("{", "["), {"c.json"});
+  expect_contains(with("\"vocab_size\": 257", "\"vocab_size\": -5"), {"c.json: vocab_size: -5"});
+  expect_contains(with("\"vocab_size\": 257", "\"vocab_size\": 0"), {"c.json: vocab_size: 0"});
+  expect_contains(with("\"vocab_size\": 257", "\"vocab_size\": 4294967553"), {"c.json: vocab_size: 4294967553"});
+  expect_contains(with("\"vocab_size\": 257", "\"vocab_size\": \"many\""), {"c.json: vocab_size: expected an integer"});
+  expect_contains(with("\"tokenizer\": \"test\"", "\"tokenizer\": 3"), {"c.json: tokenizer: expected a string"});
+  for (const char* id : {"257", "-1", "4294967296", "0.5", "\"x\""}) {
+    const std::string what = with("\"end_of_document\": null", fmt::format("\"end_of_document\": {}", id));
+    expect_contains(what, {"c.json: end_of_document: ", id});
+  }
+  expect_contains(with("\"bin_crc32\": ", "\"bin_crc32\": -"), {"c.json: bin_crc32: -"});
 }
 
 // Any single changed byte of an index is refused or leaves a corpus that reads within its bounds.
@@ -204,6 +214,38 @@ TEST_F(IndexedCorpusTest, ChangedBytesNeverReadOutside) {
   }
   EXPECT_GT(opened, 0);    // some bytes only move a document boundary or the sign of ids
   EXPECT_LT(opened, 100);  // of 318
+}
+
+// The checksum that the writer kept tells a PREFIX.bin of another corpus, wherever the two differ.
+TEST_F(IndexedCorpusTest, ContentHashCoversEveryToken) {
+  const std::vector<int32_t> document(3 << 20, 7);  // 6 MiB
+  const std::string prefix = corpus("c", {document});
+  const std::string before = IndexedCorpus(prefix).content_hash();
+  put<uint16_t>(prefix + ".bin", 10 << 10, 8);
+  const ErrorReport report = error_of([&] { (void)IndexedCorpus(prefix).content_hash(); });
+  EXPECT_EQ(report.code, ExitCode::kBadInput);
+  expect_contains(report.what, {"c.bin", "bin_crc32", "c.json"});
+  std::filesystem::remove(prefix + ".json");  // then no checksum is known
+  EXPECT_NE(IndexedCorpus(prefix).content_hash(), before);
+  std::vector<int32_t> other = document;
+  other[5000] = 8;
+  EXPECT_NE(IndexedCorpus(corpus("c", {other})).content_hash(), before);
+  EXPECT_EQ(IndexedCorpus(corpus("c", {document})).content_hash(), before);
+}
+
+// Of a corpus over 256 MiB not every byte is read, but its checksum enters.
+TEST_F(IndexedCorpusTest, ChecksumOfAHugeCorpusEnters) {
+  const std::string prefix = corpus("c", {{1}});
+  OutputFile(prefix + ".bin", true).truncate_to(int64_t{400} << 20);
+  put<int32_t>(prefix + ".idx", 34, 200 << 20);
+  const auto hash = [&](uint32_t checksum) {
+    write("c.json",
+          fmt::format(R"({{"tokenizer": "t", "tokenizer_hash": "h", "vocab_size": 257, "end_of_document": null,
+                                     "documents": 1, "tokens": {}, "bin_crc32": {}}})",
+                      200 << 20, checksum));
+    return IndexedCorpus(prefix).content_hash();
+  };
+  EXPECT_NE(hash(1), hash(2));
 }
 
 TEST_F(IndexedCorpusTest, BeyondTwoToTheThirtyOneTokens) {
@@ -239,7 +281,7 @@ TEST_F(IndexedCorpusTest, BeyondTwoToTheThirtyOneTokens) {
     std::vector<int32_t> last(5);
     corpus.read(corpus.document_begin(2), last, vocab_size);
     EXPECT_EQ(last, (std::vector<int32_t>{77, 0, 0, 0, 99}));
-    EXPECT_EQ(corpus.content_hash().size(), 16u);
+    EXPECT_EQ(corpus.content_hash().size(), 24u);
   }
 }
 

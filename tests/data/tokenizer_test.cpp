@@ -50,6 +50,20 @@ TEST(ByteTokenizer, IdsAreBytes) {
   EXPECT_THROW(open_tokenizer("bytes", options), Error);
 }
 
+TEST(ByteTokenizer, ItsOwnFilesAreItAgain) {
+  const TokenizerFolder folder;
+  EXPECT_EQ(tokenizer_hash(folder.path()), "");
+  for (const SideFile& file : bytes_tokenizer_files()) folder.write(file.name, file.text);
+  EXPECT_EQ(open_tokenizer(folder.path())->name(), "bytes");
+  EXPECT_EQ(tokenizer_hash(folder.path()), "bytes");
+  folder.write("tokenizer.json", bytes_tokenizer_files()[0].text + " ");  // read like any other, and gives the same
+  const auto read = open_tokenizer(folder.path());
+  EXPECT_EQ(tokenizer_hash(folder.path()), read->hash());
+  EXPECT_EQ(read->hash().size(), 64u);
+  EXPECT_EQ(encode(*read, "aé\n"), encode(*open_tokenizer("bytes"), "aé\n"));
+  EXPECT_EQ(read->end_of_document(), 256);
+}
+
 TEST(BpeTokenizer, MergesByRank) {
   const auto tokenizer = open_tiny({});
   EXPECT_EQ(encode(*tokenizer, "the the"), (Ids{257, 258}));

@@ -107,11 +107,20 @@ def layouts_agree():
 
 
 def signals_save():
-    for name, number in (("term", signal.SIGTERM), ("int", signal.SIGINT)):
+    """SIGTERM, SIGINT and SIGHUP save and end a run; SIGHUP does not where it is ignored, as under nohup."""
+    for name, number, ignored in (("term", signal.SIGTERM, False), ("int", signal.SIGINT, False),
+                                  ("hup", signal.SIGHUP, False), ("nohup", signal.SIGTERM, True)):
+        action = signal.SIG_IGN if ignored else signal.SIG_DFL
         run = subprocess.Popen([MARROW, "pretrain", toml(name, train__steps=100000)], stderr=subprocess.DEVNULL,
-                               stdout=subprocess.DEVNULL)
+                               stdout=subprocess.DEVNULL, preexec_fn=lambda: signal.signal(signal.SIGHUP, action))
         while not (WORK / name / "metrics.jsonl").exists() or len(metrics(name)) < 3:
             time.sleep(0.05)
+        if ignored:
+            steps = len(metrics(name))
+            run.send_signal(signal.SIGHUP)
+            while len(metrics(name)) < steps + 5:
+                check(run.poll() is None, "an ignored SIGHUP stays ignored")
+                time.sleep(0.05)
         run.send_signal(number)
         check(run.wait(60) == 0, f"{name}: exit {run.returncode}")
         last = metrics(name)[-1]["step"]
@@ -235,6 +244,49 @@ def bad_models():
     refused(marrow("pretrain", toml("bad", data__train=[str(WORK / "cut")])), 3, "cut.bin")
 
 
+def odd_words_and_files():
+    """Odd values on the command line, odd inputs, another tokenizer's corpus, and what --json prints."""
+    check(marrow("pretrain", toml("odd", train__steps=2, optimizer__warmup_steps=0)).returncode == 0, "run")
+    refused(marrow("export", WORK / "odd", "--output", ""), 2, "--output")
+    refused(marrow("tokenize", "--tokenizer", "bytes", "--input", WORK / "text", "--output="), 2, "--output")
+    refused(marrow("eval", "", "--data", WORK / "corpus"), 2, "CHECKPOINT|HF_DIR")
+    os.mkfifo(WORK / "fifo")
+    refused(marrow("tokenize", "--tokenizer", "bytes", "--input", WORK / "fifo", "--output", WORK / "new"), 2, "fifo", "pipe")
+    check(not list(WORK.glob("new.*")), "nothing was written")
+    exported = WORK / "exported"
+    check(marrow("export", WORK / "odd", "--output", exported).returncode == 0, "export")
+    for words in (["--prompt", "--x"], ["--prompt=--x"], ["--prompt", "-"], ["--prompt", ""]):
+        done = marrow("generate", exported, *words, "--max-tokens", "2", "--json")
+        check(done.returncode == 0 and len(json.loads(done.stdout)["ids"]) <= 2, f"{words}: {done.stderr}")
+    refused(marrow("generate", exported, "--prompt", "--json"), 2, "--prompt=")
+
+    foreign = WORK / "foreign"
+    for suffix in (".bin", ".idx"):
+        shutil.copy(f"{WORK / 'corpus'}{suffix}", f"{foreign}{suffix}")
+    done = marrow("eval", exported, "--data", foreign, "--json")
+    check(done.returncode == 0 and done.stderr == "", f"standard error stays empty: {done.stderr}")
+    check("foreign.json" in json.loads(done.stdout)["warnings"][0], "the warning is in the result")
+    done = marrow("pretrain", toml("odd-json", data__train=[str(foreign)], train__global_batch=2, optimizer__lr=1e30,
+                                   optimizer__clip_norm=0, optimizer__warmup_steps=0), "--json")
+    check(done.returncode == 5 and done.stderr.count("\n") == 1, f"one line: {done.stderr}")
+    check(set(json.loads(done.stderr)["error"]) >= {"what", "where", "tensors", "who", "fix"}, done.stderr)
+
+    info = json.loads((WORK / "corpus.json").read_text())
+    other = info | {"tokenizer": "elsewhere/tokenizer.json", "tokenizer_hash": "0123abcd"}
+    Path(f"{foreign}.json").write_text(json.dumps(other))
+    for model in (exported, WORK / "odd"):
+        refused(marrow("eval", model, "--data", foreign), 3, "elsewhere/tokenizer.json", "0123abcd", "trained with bytes")
+    Path(f"{foreign}.json").write_text(json.dumps(info))
+    check(marrow("eval", exported, "--data", foreign).returncode == 0, "the same tokenizer")
+    Path(f"{foreign}.json").write_text(json.dumps(info | {"vocab_size": -1}))
+    refused(marrow("eval", exported, "--data", foreign), 3, "foreign.json: vocab_size")
+    Path(f"{foreign}.json").write_text(json.dumps(info))
+    with open(f"{foreign}.bin", "r+b") as tokens:
+        tokens.seek(100)
+        tokens.write(b"\x07")
+    refused(marrow("pretrain", toml("odd-bin", data__train=[str(foreign)])), 3, "foreign.bin", "CRC-32")
+
+
 def masks_drop_targets():
     """With masks, the last token of a document is not trained on the next document's first."""
     done = marrow("pretrain", toml("masked", data__mask_documents=True, train__steps=5, optimizer__warmup_steps=0))
@@ -247,7 +299,7 @@ def masks_drop_targets():
 def main():
     make_corpus()
     for case in (resume_is_exact, layouts_agree, signals_save, damage_is_passed_over, full_disk, divergence, changed_runs,
-                 new_runs_keep_apart, small_updates_survive, bad_models, masks_drop_targets):
+                 new_runs_keep_apart, small_updates_survive, bad_models, odd_words_and_files, masks_drop_targets):
         start = time.time()
         case()
         print(f"{case.__name__}: {time.time() - start:.1f} s", flush=True)
