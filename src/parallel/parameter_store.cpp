@@ -11,6 +11,16 @@ constexpr int64_t kAlignment = 64;
 
 int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
+int64_t bytes_of(const at::Tensor& flat) { return flat.defined() ? static_cast<int64_t>(flat.nbytes()) : 0; }
+
+// Takes or gives back the memory of a flat buffer. Views of it stay valid, and mean the new memory.
+void set_memory(const at::Tensor& flat, bool present) {
+  c10::StorageImpl* storage = flat.storage().unsafeGetStorageImpl();
+  const size_t bytes = present ? flat.nbytes() : 0;
+  storage->set_data_ptr_noswap(storage->allocator()->allocate(bytes));
+  storage->set_nbytes(bytes);
+}
+
 RankGroup place_in(const std::vector<int64_t>& ranks, int64_t rank) {
   const auto found = std::find(ranks.begin(), ranks.end(), rank);
   return {static_cast<int64_t>(ranks.size()), found - ranks.begin(), nullptr};
@@ -107,6 +117,9 @@ void ParameterStore::add_group(std::string name, std::vector<ParameterSpec> spec
     table_.emplace(spec.name,
                    Parameter{spec.name, view(group.working), options_.training ? view(group.grad) : at::Tensor()});
   }
+  for (const at::Tensor& flat : {group.working, group.grad}) {  // not before all views are made
+    if (options_.by_layer && flat.defined()) set_memory(flat, false);
+  }
   groups_.push_back(std::move(group));
 }
 
@@ -144,15 +157,12 @@ void ParameterStore::allocate(FlatGroup& group) const {
   };
   const int64_t own = group.end() - group.begin();
   group.working = zeros(group.elements(), options_.working_dtype);
-  if (options_.working_dtype == at::kFloat) {
-    group.master = group.own(group.working);
-  } else {
-    group.master = zeros(own, at::kFloat);
-    group.rounded = group.own(group.working);
-  }
+  const bool shared = options_.working_dtype == at::kFloat && !options_.by_layer;
+  group.master = shared ? group.own(group.working) : zeros(own, at::kFloat);
+  if (!shared && !options_.by_layer) group.rounded = group.own(group.working);
   if (!options_.training) return;
   group.grad = zeros(group.elements(), at::kFloat);
-  group.own_grad = group.own(group.grad);
+  group.own_grad = options_.by_layer ? zeros(own, at::kFloat) : group.own(group.grad);
   group.exp_avg = zeros(own, options_.state_dtype);
   group.exp_avg_sq =
       zeros(std::min(own, std::max<int64_t>(0, group.end() - group.muon_elements)), options_.state_dtype);
@@ -174,6 +184,7 @@ void ParameterStore::initialize(int64_t seed) {
 }
 
 void ParameterStore::copy_masters_to_working() {
+  if (options_.by_layer) return;  // start_gather copies
   for (FlatGroup& group : groups_) {
     if (group.rounded.defined()) group.rounded.copy_(group.master);
     start_gather(group);
@@ -182,13 +193,40 @@ void ParameterStore::copy_masters_to_working() {
 }
 
 void ParameterStore::start_gather(FlatGroup& group) {
+  if (options_.by_layer) {
+    if (group.users++ > 0) return;
+    set_memory(group.working, true);
+    group.own(group.working).copy_(group.master);
+  }
   if (group.shards.size == 1) return;
   group.gathering = group.shards.communicator->all_gather(group.working, group.bounds);
 }
 
+void ParameterStore::release(FlatGroup& group) {
+  if (!options_.by_layer || --group.users > 0) return;
+  finish_gather(group);
+  set_memory(group.working, false);
+}
+
+void ParameterStore::open_grad(FlatGroup& group) {
+  if (!options_.by_layer) return;
+  finish_reduce(group);
+  if (group.grad.storage().nbytes() > 0) return;
+  set_memory(group.grad, true);
+  group.grad.zero_();
+}
+
 void ParameterStore::start_reduce(FlatGroup& group) {
+  group.reduces = true;
   if (group.shards.size == 1) return;
   group.reducing = group.shards.communicator->reduce_scatter(group.grad, group.bounds);
+}
+
+void ParameterStore::finish_reduce(FlatGroup& group) {
+  group.reducing.wait();
+  if (!std::exchange(group.reduces, false) || !options_.by_layer) return;
+  group.own_grad.add_(group.own(group.grad));
+  set_memory(group.grad, false);
 }
 
 void ParameterStore::sum_replicas() {
@@ -208,9 +246,10 @@ std::span<FlatGroup> ParameterStore::groups_of(std::string_view name) {
   return {first, first == groups_.end() ? 0u : two ? 2u : 1u};
 }
 
-std::vector<OwnedRange> ParameterStore::owned_ranges() const {
+std::vector<OwnedRange> ParameterStore::owned_ranges() {
   std::vector<OwnedRange> ranges;
-  for (const FlatGroup& group : groups_) {
+  for (FlatGroup& group : groups_) {
+    finish_gather(group);  // in fp32 it works on the masters
     const int64_t without_square = std::max<int64_t>(0, group.muon_elements - group.begin());
     for (const FlatGroup::Piece& piece : group.pieces()) {
       const auto slice = [&](const at::Tensor& flat, int64_t skipped = 0) {
@@ -225,14 +264,19 @@ std::vector<OwnedRange> ParameterStore::owned_ranges() const {
 }
 
 std::vector<std::pair<std::string, int64_t>> ParameterStore::bytes() const {
-  int64_t parameters = 0, gradients = 0, states = 0;
-  const auto size = [](const at::Tensor& flat) { return flat.defined() ? static_cast<int64_t>(flat.nbytes()) : 0; };
+  int64_t parameters = 0, gradients = 0, states = 0, largest = 0;
   for (const FlatGroup& group : groups_) {
-    parameters += size(group.working) + (group.rounded.defined() ? size(group.master) : 0);
-    gradients += size(group.grad);
-    states += size(group.exp_avg) + size(group.exp_avg_sq);
+    const int64_t working = bytes_of(group.working), grad = bytes_of(group.grad);
+    const bool apart = options_.by_layer || group.rounded.defined();
+    parameters += (options_.by_layer ? 0 : working) + (apart ? bytes_of(group.master) : 0);
+    gradients += options_.by_layer ? bytes_of(group.own_grad) : grad;
+    states += bytes_of(group.exp_avg) + bytes_of(group.exp_avg_sq);
+    largest = std::max(largest, working + grad);
   }
-  return {{"parameters", parameters}, {"gradients", gradients}, {"optimizer states", states}};
+  std::vector<std::pair<std::string, int64_t>> kinds{
+      {"parameters", parameters}, {"gradients", gradients}, {"optimizer states", states}};
+  if (options_.by_layer) kinds.emplace_back("a layer's whole parameters and gradients", largest);
+  return kinds;
 }
 
 int64_t ParameterStore::elements() const {

@@ -37,6 +37,8 @@ struct FlatGroup {
   at::Tensor exp_avg;     // [m] first moment or momentum, undefined at inference
   at::Tensor exp_avg_sq;  // second moment of what AdamW updates in the shard
   PendingTransfer gathering, reducing;
+  int64_t users = 0;     // by_layer: calls of start_gather that wait for a release
+  bool reduces = false;  // by_layer: start_reduce was called, finish_reduce not yet
 
   int64_t elements() const { return bounds.back(); }  // n, padding included
   int64_t begin() const { return bounds[shards.index]; }
@@ -60,8 +62,11 @@ class ParameterStore {
     at::Device device = at::kCPU;  // kMeta: sizes alone, for bytes()
     at::ScalarType working_dtype = at::kFloat;
     at::ScalarType state_dtype = at::kFloat;
-    bool training = true;      // gradients and optimizer states exist
-    bool muon = false;         // matrices are updated by Muon, and have no second moment
+    bool training = true;  // gradients and optimizer states exist
+    bool muon = false;     // matrices are updated by Muon, and have no second moment
+    // mesh.shard = "layer": `working` and `grad` have memory only from start_gather to release and from
+    // open_grad to finish_reduce; masters have their own.
+    bool by_layer = false;
     RankGroup ep;              // hold E/ep consecutive experts each
     RankGroup dense, experts;  // hold the shards of everything but experts, of experts
     RankGroup replicas;        // hold equal shards
@@ -79,14 +84,16 @@ class ParameterStore {
   // After masters were written from outside (a checkpoint): working copies follow. Collective.
   void copy_masters_to_working();
 
-  // Each of these starts on every rank of the group's communicator in the same order, and goes on
-  // in the background. `working` holds all shards after start_gather (own shard: written before) and
-  // finish_gather. After start_reduce and finish_reduce, own_grad is the sum over the shards' ranks,
-  // and the rest of `grad` is undefined; sum_replicas adds the replicas' own_grads.
+  // Transfers of a group: every rank of its communicator calls them in the same order. They start here and go on in the
+  // background. After start_gather and finish_gather `working` is whole, as its shards' masters say (an optimizer step
+  // starts all gathers unless by_layer). After start_reduce and finish_reduce own_grad is the sum over the shards'
+  // ranks, and the rest of `grad` undefined; sum_replicas then adds the replicas' own_grads.
   void start_gather(FlatGroup& group);
   void finish_gather(FlatGroup& group) { group.gathering.wait(); }
+  void release(FlatGroup& group);    // by_layer: once for each start_gather, when `working` has been read
+  void open_grad(FlatGroup& group);  // by_layer: before gradients are added; zeros, unless it is open already
   void start_reduce(FlatGroup& group);
-  void finish_reduce(FlatGroup& group) { group.reducing.wait(); }
+  void finish_reduce(FlatGroup& group);
   void sum_replicas();  // finishes the reductions of all groups
 
   const std::map<std::string, Parameter, std::less<>>& table() const { return table_; }
@@ -94,9 +101,10 @@ class ParameterStore {
   std::span<FlatGroup> groups_of(std::string_view name);  // the two that add(name) made, or one
   // What this rank holds of each Hub tensor. The ranks of replica 0 hold each element once, and are
   // those that write checkpoints; all ranks read them. Valid while the store lives.
-  std::vector<OwnedRange> owned_ranges() const;
+  std::vector<OwnedRange> owned_ranges();
   int64_t elements() const;  // of the model, whole tensors, this rank's experts
-  // What the buffers take, by kind. "parameters": working copies and masters.
+  // What the buffers take, by kind. "parameters": working copies and masters. by_layer: those that stay, and the
+  // largest group of those that come and go.
   std::vector<std::pair<std::string, int64_t>> bytes() const;
   const Options& options() const { return options_; }
 

@@ -28,9 +28,11 @@ void Optimizer::step(double learning_rate, int64_t step, const at::Tensor& loss)
   for (FlatGroup& group : store_->groups()) {
     update_muon(group, learning_rate);
     update_adamw(group, learning_rate, step);
+    if (store_->options().by_layer) continue;
     // The update clears the own shard; the others hold partial sums.
     group.grad.narrow(0, 0, group.begin()).zero_();
     group.grad.narrow(0, group.end(), group.elements() - group.end()).zero_();
+    store_->start_gather(group);  // beside the next groups' updates
   }
 }
 

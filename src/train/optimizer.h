@@ -10,11 +10,11 @@ class Optimizer {
   // `store` and `world` outlive the optimizer. `world`: all ranks of the run, nullptr for one.
   Optimizer(ParameterStore& store, const PretrainConfig::Optimizer& config, Communicator* world = nullptr);
 
-  // Norm of all gradients, clipping, one AdamW or Muon update of this rank's shards, gradients back
-  // to zero. The shards' gradients are summed over the ranks before (ParameterStore::sum_replicas),
-  // and working copies gathered after. loss [1] fp64 on the device, this rank's part, becomes the sum
-  // over all ranks. Where it or the norm is not finite, parameters and states stay as they are on
-  // every rank. `step` counts from 1.
+  // Norm of all gradients, clipping, one AdamW or Muon update of this rank's shards, gradients back to zero. The
+  // shards' gradients are summed over the ranks before (ParameterStore::sum_replicas); the gathers of the working
+  // copies are started, and finished where these are needed. loss [1] fp64 on the device, this rank's part, becomes the
+  // sum over all ranks. Where it or the norm is not finite, parameters and states stay as they are on every rank.
+  // `step` counts from 1.
   void step(double learning_rate, int64_t step, const at::Tensor& loss);
 
   // Norm before clipping of the last step's gradients, [1] fp64 on the device: that of the model,

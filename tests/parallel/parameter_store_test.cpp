@@ -171,6 +171,18 @@ TEST(ParameterStore, StatesShrinkWithTheShards) {
     EXPECT_EQ(bytes_of(store, "parameters"), 2 * padded + 4 * padded / shards);
     EXPECT_EQ(bytes_of(store, "optimizer states"), 8 * padded / shards);
   }
+  ParameterStore::Options by_layer = options;
+  by_layer.place(Mesh({1, 4, 1, 1, 1}, 1));
+  by_layer.by_layer = true;
+  ParameterStore divided(by_layer);
+  add_all(divided);
+  by_layer.device = at::kMeta;
+  ParameterStore planned(by_layer);
+  add_all(planned);
+  EXPECT_EQ(planned.bytes(), divided.bytes());
+  for (const char* kind : {"parameters", "gradients"}) {
+    EXPECT_LE(std::abs(bytes_of(divided, kind) - n), 3 * 64 * 4) << kind;  // 4 n bytes, a quarter
+  }
   // Two ranks of experts hold half of them.
   ParameterStore::Options half = options;
   half.place(Mesh({1, 1, 1, 2, 1}, 1));

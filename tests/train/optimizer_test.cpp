@@ -57,8 +57,7 @@ void reduce(ParameterStore& store) {
   store.sum_replicas();
 }
 
-void gather(ParameterStore& store) {
-  for (FlatGroup& group : store.groups()) store.start_gather(group);
+void finish_gathers(ParameterStore& store) {
   for (FlatGroup& group : store.groups()) store.finish_gather(group);
 }
 
@@ -79,7 +78,7 @@ TEST(Optimizer, StepsDoNotDependOnTheMesh) {
           reduce(store);
           const at::Tensor loss = at::ones({1}, at::kDouble);
           optimizer.step(1e-2, step, loss);
-          gather(store);
+          finish_gathers(store);
           EXPECT_EQ(loss.item<double>(), shape.world());
           for (const FlatGroup& group : store.groups()) ASSERT_TRUE(group.grad.eq(0).all().item<bool>());
           const double norm = optimizer.grad_norm().item<double>();
@@ -93,6 +92,53 @@ TEST(Optimizer, StepsDoNotDependOnTheMesh) {
         for (const auto& [key, parameter] : store.table()) {
           const at::Tensor want = experts_of(whole.table().at(key).value, key, rank.options.ep);
           EXPECT_LE((parameter.value - want).abs().max().item<double>(), 1e-6) << key << ", " << test::mesh_text(shape);
+        }
+      });
+    }
+  }
+}
+
+// Working copies and gradients that exist only while a layer needs them give the same steps.
+TEST(Optimizer, ShardsByLayerTrainAlike) {
+  const ToyModel toy;
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+    ParameterStore whole(options_with(toy.optimizer, dtype));
+    add_whole_model(*toy.model, whole);
+    for (const MeshShape& shape : {MeshShape{1, 1, 1, 1, 1}, MeshShape{1, 3, 1, 2, 1}, MeshShape{1, 4, 1, 2, 2}}) {
+      MeshRanks(shape).run(options_with(toy.optimizer, dtype), [&](const MeshRanks::Rank& rank) {
+        ParameterStore::Options options = rank.options;
+        options.by_layer = true;
+        ParameterStore by_step(rank.options), by_layer(options);
+        for (ParameterStore* store : {&by_step, &by_layer}) {
+          add_whole_model(*toy.model, *store);
+          store->initialize(3);
+          Optimizer optimizer(*store, config_with(toy.optimizer), rank.world);
+          for (int64_t step = 1; step <= 2; ++step) {
+            for (const int64_t micro_batch : {0, 1}) {
+              for (FlatGroup& group : store->groups()) store->open_grad(group);
+              add_gradients(whole, *store, rank, 2 * step + micro_batch);
+              if (store == &by_step && micro_batch == 0) continue;
+              for (FlatGroup& group : store->groups()) store->start_reduce(group);
+            }
+            store->sum_replicas();
+            optimizer.step(1e-2, step, at::ones({1}, at::kDouble));
+            finish_gathers(*store);
+          }
+        }
+        for (size_t i = 0; i < by_step.groups().size(); ++i) {
+          FlatGroup& group = by_layer.groups()[i];
+          EXPECT_EQ(group.working.storage().nbytes() + group.grad.storage().nbytes(), 0u);
+          for (int user = 0; user < 2; ++user) by_layer.start_gather(group);
+          by_layer.finish_gather(group);
+          by_layer.release(group);  // one user is left
+          const at::Tensor difference = group.master - by_step.groups()[i].master;
+          EXPECT_LE(difference.abs().max().item<double>(), 1e-6) << group.name << ", " << test::mesh_text(shape);
+          EXPECT_TRUE(group.own(group.working).equal(group.master.to(dtype)));
+          EXPECT_TRUE(group.working.isfinite().all().item<bool>());
+          EXPECT_LE((group.working - by_step.groups()[i].working).abs().max().item<double>(),
+                    dtype == at::kFloat ? 1e-6 : 8e-3);
+          by_layer.release(group);
+          EXPECT_EQ(group.working.storage().nbytes(), 0u);
         }
       });
     }
@@ -116,7 +162,7 @@ TEST(Optimizer, OneRanksNanStopsTheUpdateOfAll) {
       reduce(store);
       const at::Tensor loss = at::full({1}, rank.mesh.rank == 2 && in_loss ? nan : 1.0, at::kDouble);
       optimizer.step(1e-2, 1, loss);
-      gather(store);
+      finish_gathers(store);
       for (size_t i = 0; i < before.size(); ++i) {
         EXPECT_TRUE(store.groups()[i].working.equal(before[i]));
         EXPECT_TRUE(store.groups()[i].grad.eq(0).all().item<bool>());
