@@ -30,8 +30,10 @@ std::vector<std::string> own_command() {
 
 std::vector<std::string> mpirun_command(int64_t processes) {
   std::vector<std::string> words = {"mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"};
-  // One machine: no other transport, no remote shell. After an abnormal end the other ranks have 5 s.
-  for (const char* pair : {"pml ob1", "btl self,vader", "plm isolated", "odls_base_sigkill_timeout 5",
+  // One machine: no other transport, no remote shell. Before it kills, mpirun sleeps for the whole
+  // timeout, even if all ranks are dead: a second is enough, because the ranks end themselves when one
+  // has failed, and signals that ask for a save come from this process, not from mpirun.
+  for (const char* pair : {"pml ob1", "btl self,vader", "plm isolated", "odls_base_sigkill_timeout 1",
                            "orte_base_help_aggregate 0", "btl_vader_single_copy_mechanism none"}) {
     const std::string text = pair;
     const size_t space = text.find(' ');

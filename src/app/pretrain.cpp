@@ -1,4 +1,6 @@
 // marrow pretrain: trains a model as RUN.toml says.
+#include "app/failure.h"
+#include "app/launch.h"
 #include "app/subcommands.h"
 #include "train/pretrain_loop.h"
 #include "train/run_report.h"
@@ -6,37 +8,66 @@
 namespace marrow {
 namespace {
 
+PretrainConfig read_config(const CommandLine& args) {
+  return read_pretrain_config(args.positional(), args.list("set"), gpu_available());
+}
+
+int launch(const CommandLine& args, StopSignal& stop) {
+  const int64_t processes = args.integer("processes", 1, 4096);
+  PretrainConfig config = read_config(args);
+  resolve_mesh(config, processes);
+  const PretrainConfig::MeshSizes& mesh = config.mesh;
+  const MeshShape shape{mesh.pp, mesh.dp, mesh.cp, mesh.ep, mesh.replicate};
+  return launch_ranks(processes, config.log.dir, stop, [&](int64_t rank) { return Mesh(shape, rank).text(); });
+}
+
+void check_processes(const CommandLine& args, const Bootstrap& bootstrap) {
+  MARROW_CHECK(!args.has("processes") || args.integer("processes", 1) == bootstrap.size(), ExitCode::kUsage,
+               Fix("leave out --processes where a launcher starts the ranks"), "--processes {} in a run of {}",
+               args.text("processes"), bootstrap.size());
+}
+
+void finish(const CommandLine& args, const PretrainConfig& config, int64_t step, bool stopped) {
+  write_run_report(config.log.dir);
+  args.print(fmt::format("{} at step {}; {}", stopped ? "stopped" : "done", step, config.log.dir),
+             JsonWriter().field("step", step, "dir", config.log.dir, "stopped", stopped));
+}
+
 int run_pretrain(const CommandLine& args) {
   if (args.flag("help-config")) {
     std::fputs(config_help().c_str(), stdout);
     return 0;
   }
   StopSignal stop;  // before libtorch starts threads: they inherit the blocked signals
-  const PretrainConfig config = read_pretrain_config(args.positional(), args.list("set"), gpu_available());
-  Logger logger;
-  logger.set_quiet(args.json());
-  PretrainLoop loop(config, logger);
-  const int64_t step = loop.run(stop);
-  write_run_report(config.log.dir);
-  args.print(fmt::format("{} at step {}; {}", stop.requested() ? "stopped" : "done", step, config.log.dir),
-             JsonWriter().field("step", step).field("dir", config.log.dir).field("stopped", stop.requested()));
+  if (args.has("processes") && !launched()) return launch(args, stop);
+  const std::unique_ptr<Bootstrap> bootstrap = make_bootstrap();
+  check_processes(args, *bootstrap);
+  PretrainConfig config;
+  run_together(*bootstrap, [&] { config = read_config(args); });
+  RunRecords records(args.json());
+  try {
+    PretrainLoop loop(config, *bootstrap, records, args.logger());
+    const int64_t step = loop.run(stop);
+    if (bootstrap->rank() == 0) finish(args, config, step, stop.requested());
+  } catch (const PeerFailure&) {
+    throw;
+  } catch (...) {
+    records.fail(current_error());  // does not return where there are other ranks to end
+  }
   return 0;
 }
 
 }  // namespace
 
 Subcommand pretrain_command() {
-  return {
-      .name = "pretrain",
-      .summary = "train a model as a run config says; resumes by itself",
-      .positionals = {"RUN.toml"},
-      .options = {{.name = "set",
-                   .takes = Takes::kRepeated,
-                   .value = "KEY=VALUE",
-                   .help = "overrides a key, for example train.steps=100"},
-                  {.name = "help-config", .help = "every key of RUN.toml with its default and range", .alone = true}},
-      .example = "marrow pretrain configs/runs/quickstart.toml --set train.steps=100",
-      .run = run_pretrain};
+  return {.name = "pretrain",
+          .summary = "train a model as a run config says; resumes by itself",
+          .positionals = {"RUN.toml"},
+          .options = {{"[--set KEY=VALUE]...", "overrides a key, for example train.steps=100"},
+                      {"[--processes N]", "starts N ranks on this machine, by mpirun"},
+                      {"[--help-config]", "every key of RUN.toml with its default and range"}},
+          .example = "marrow pretrain configs/runs/quickstart.toml --set train.steps=100",
+          .run = run_pretrain};
 }
 
 }  // namespace marrow

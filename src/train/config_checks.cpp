@@ -106,6 +106,53 @@ void check_mesh(const PretrainConfig& config) {
                "mesh.replicate {} does not divide mesh.dp {}", mesh.replicate, mesh.dp);
 }
 
+std::string mesh_text(const PretrainConfig::MeshSizes& mesh) {
+  const auto text = [](int64_t size) { return size == 0 ? std::string("\"auto\"") : std::to_string(size); };
+  return fmt::format("pp {} x dp {} x cp {} x ep {}", text(mesh.pp), text(mesh.dp), text(mesh.cp), text(mesh.ep));
+}
+
+std::array<int64_t*, 4> sides(PretrainConfig::MeshSizes& mesh) { return {&mesh.pp, &mesh.dp, &mesh.cp, &mesh.ep}; }
+
+bool mesh_fits(const PretrainConfig& config) {
+  try {
+    check_mesh(config);
+    return true;
+  } catch (const Error&) {
+    return false;
+  }
+}
+
+// Meshes of `world` ranks: those first that change the fewest of the given sizes, by the least, dp before others.
+std::string nearest_meshes(PretrainConfig config, int64_t world) {
+  const std::array<int64_t*, 4> size = sides(config.mesh);
+  const std::array<int64_t, 4> given = {*size[0], *size[1], *size[2], *size[3]};
+  std::vector<std::pair<double, std::array<int64_t, 4>>> candidates;
+  for (int64_t pp = 1; pp <= world; ++pp) {
+    for (int64_t dp = 1; world % pp == 0 && dp <= world / pp; ++dp) {
+      for (int64_t cp = 1; world / pp % dp == 0 && cp <= world / pp / dp; ++cp) {
+        if (world / pp / dp % cp != 0) continue;
+        const std::array<int64_t, 4> sizes = {pp, dp, cp, world / pp / dp / cp};
+        double change = 0;
+        for (size_t i = 0; i < 4; ++i) {
+          if (given[i] != 0 && given[i] != sizes[i])
+            change += (i == 1 ? 2.5 : 3) + std::abs(std::log2(1.0 * sizes[i] / given[i]));
+        }
+        candidates.emplace_back(change, sizes);
+      }
+    }
+  }
+  std::stable_sort(candidates.begin(), candidates.end(),
+                   [](const auto& a, const auto& b) { return a.first < b.first; });
+  std::string text;
+  int64_t found = 0;
+  for (size_t i = 0; i < std::min<size_t>(candidates.size(), 64) && found < 3; ++i) {
+    for (size_t side = 0; side < 4; ++side) *size[side] = candidates[i].second[side];
+    if (!mesh_fits(config)) continue;
+    text += (found++ == 0 ? "" : ", or ") + mesh_text(config.mesh);
+  }
+  return text;
+}
+
 }  // namespace
 
 void check_config(const PretrainConfig& config) {
@@ -116,18 +163,19 @@ void check_config(const PretrainConfig& config) {
 }
 
 void resolve_mesh(PretrainConfig& config, int64_t world) {
-  PretrainConfig::MeshSizes& mesh = config.mesh;
   int64_t product = 1;
   int64_t* automatic = nullptr;
-  for (int64_t* size : {&mesh.pp, &mesh.dp, &mesh.cp, &mesh.ep}) {
+  for (int64_t* size : sides(config.mesh)) {
     if (*size == 0) automatic = size;
     product *= std::max<int64_t>(*size, 1);
   }
-  const std::string sizes = fmt::format("mesh pp {} x dp {} x cp {} x ep {}{}", mesh.pp, mesh.dp, mesh.cp, mesh.ep,
-                                        automatic == nullptr ? "" : " (0 = \"auto\")");
-  MARROW_CHECK(automatic == nullptr ? product == world : world % product == 0, ExitCode::kUsage,
-               Fix(fmt::format("start {} processes (--processes {}), or change [mesh]", product, product)),
-               "{} does not fit {} process{}", sizes, world, world == 1 ? "" : "es");
+  if (automatic == nullptr ? product != world : world % product != 0) {
+    const std::string meshes = nearest_meshes(config, world);
+    MARROW_THROW(ExitCode::kUsage,
+                 Fix(fmt::format("start {} processes (--processes {}){}", product, product,
+                                 meshes.empty() ? "" : fmt::format(", or set [mesh] to {}", meshes))),
+                 "mesh {} does not fit {} process{}", mesh_text(config.mesh), world, world == 1 ? "" : "es");
+  }
   if (automatic != nullptr) *automatic = world / product;
   check_mesh(config);
 }

@@ -230,6 +230,20 @@ TEST_F(ConfigTest, MeshFitsTheProcesses) {
   } catch (const Error& error) {
     EXPECT_EQ(error.report().code, ExitCode::kUsage);
     EXPECT_NE(error.report().fix.find("--processes 2"), std::string::npos);
+    // One size changes.
+    EXPECT_NE(
+        error.report().fix.find(
+            "set [mesh] to pp 1 x dp 2 x cp 1 x ep 2, or pp 1 x dp 1 x cp 1 x ep 4, or pp 1 x dp 1 x cp 2 x ep 2"),
+        std::string::npos)
+        << error.report().fix;
+    EXPECT_NE(std::string(error.what()).find("pp 1 x dp 1 x cp 1 x ep 2 does not fit 4 processes"), std::string::npos);
+  }
+  PretrainConfig odd = read(kFive, {"mesh.ep=2"});  // neither dp nor cp can be 3: no batch and no sequence divides
+  try {
+    resolve_mesh(odd, 3);
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.report().fix, "start 2 processes (--processes 2), or set [mesh] to pp 3 x dp 1 x cp 1 x ep 1");
   }
   PretrainConfig batch = read(kFive, {"train.global_batch=6"});  // divides only once dp is known
   EXPECT_THROW(resolve_mesh(batch, 4), Error);

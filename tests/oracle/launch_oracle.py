@@ -1,0 +1,229 @@
+"""How a run of several ranks ends: an error, a crash, a kill, a stop or a hang of one rank, and signals.
+
+Each case starts build/test_mpi's small run (tests/mpi/scenario.h) under `launch_ranks`, as marrow pretrain
+--processes does, or under mpirun or a torchrun-like environment. Checked: the exit code, that the first
+error stands last and names its rank, the time it took, and that no process is left.
+"""
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+BINARY = Path(os.environ.get("MARROW", str(ROOT / "build/marrow"))).parent / "test_mpi"
+ENVIRONMENT = {**os.environ, "OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "OMP_NUM_THREADS": "1"}
+MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
+SLOW = 60  # seconds; a machine with one busy core needs most of it to start the ranks
+
+
+def left_over(folder):
+    """Processes whose command line names the run's folder."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if folder.encode() in entry.read_bytes():
+                found.append(entry.parent.name)
+        except OSError:
+            pass
+    return found
+
+
+class Run:
+    def __init__(self, name, rank, seconds, *words, mpirun=0, environment=None):
+        self.scratch = tempfile.TemporaryDirectory(prefix="marrow-launch-")
+        self.folder = self.scratch.name + "/run"
+        command = [BINARY, "--scenario", name, self.folder, rank, seconds, *words]
+        if mpirun:
+            command = [*MPIRUN, "-n", mpirun, *command]
+        self.name, self.start = f"{name} {' '.join(map(str, words))}", time.monotonic()
+        self.process = subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, text=True,
+                                        stderr=subprocess.PIPE, env={**ENVIRONMENT, **(environment or {})})
+
+    def records(self):
+        """When every rank has its record: the ranks are at work."""
+        return sorted(Path(self.folder, "ranks").glob("rank-*"))
+
+    def ranks(self):
+        """Ranks as mpirun has started them, whatever they have come to."""
+        found = []
+        for process in left_over(self.folder):
+            parent = re.search(r"^PPid:\s*(\d+)", Path(f"/proc/{process}/status").read_text(), re.M).group(1)
+            if Path(f"/proc/{parent}/comm").read_text().strip() == "mpirun":
+                found.append(int(process))
+        return found
+
+    def wait_for_ranks(self, ranks):
+        while len(self.records()) < ranks or not all(path.stat().st_size for path in self.records()):
+            assert self.process.poll() is None and time.monotonic() - self.start < SLOW, f"{self.name}: no ranks"
+            time.sleep(0.02)
+
+    def end(self, code, *texts):
+        out, err = self.process.communicate(timeout=SLOW)
+        assert self.process.returncode == code, f"{self.name}: exit {self.process.returncode}, {code} wanted\n{out}{err}"
+        for text in texts:
+            assert text in err, f"{self.name}: no {text!r} in\n{err}"
+        deadline = time.monotonic() + 10
+        while left_over(self.folder):
+            assert time.monotonic() < deadline, f"{self.name}: left over: {left_over(self.folder)}"
+            time.sleep(0.05)
+        return out, err
+
+
+def last_error(err):
+    """The text from the last "error: " on; it is all that may follow."""
+    at = err.rfind("error: ")
+    assert at >= 0 and err.rstrip().splitlines()[-1].startswith("  fix: "), err
+    assert err.count("error: ") == 1, f"more than one error:\n{err}"
+    return err[at:]
+
+
+def well():
+    out, err = Run("none", 0, 30, "--processes", 4).end(0)
+    assert out == "stopped false\n" and err == "", out + err
+
+
+def thrown():
+    out, err = Run("throw", 2, 30, "--processes", 4).end(5)
+    assert "loss nan" in last_error(err) and "who: rank 2 (pp 0, dp 2" in err, err
+
+
+def thrown_json():
+    out, err = Run("throw", 1, 30, "--json", "--processes", 2).end(5)
+    error = json.loads(err)["error"]
+    assert error["who"].startswith("rank 1 ") and error["code"] == 5 and error["fix"], err
+
+
+def refused():
+    out, err = Run("refuse", 1, 30, "--processes", 3).end(2)
+    assert "data.train of rank 1" in last_error(err), err
+
+
+def killed():
+    out, err = Run("kill", 2, 30, "--processes", 4).end(4)
+    assert "rank 2 was ended by signal 9" in last_error(err), err
+
+
+def crashed():
+    out, err = Run("segfault", 0, 30, "--processes", 2).end(4)
+    assert "rank 0 was ended by signal 11" in last_error(err), err
+
+
+def stopped():
+    out, err = Run("stop", 3, 2, "--processes", 4).end(4)
+    error = last_error(err)
+    assert "has not ended within log.watchdog_seconds = 2" in error, err
+    rows = [line for line in error.splitlines() if line.startswith("  rank ") and "(pp" in line]
+    assert len(rows) == 4 and all("waits" in row for row in rows[:3]) and "process is stopped" in rows[3], err
+    assert "all_reduce" in rows[0] and " 20 " in rows[0], err  # step and number of the operation
+
+
+def hung():
+    out, err = Run("hang", 1, 2, "--processes", 2).end(4)
+    assert "has not ended" in last_error(err), err
+
+
+def by_signal():
+    for number in (signal.SIGINT, signal.SIGTERM):
+        run = Run("until-signal", 0, 30, "--processes", 3)
+        run.wait_for_ranks(3)
+        run.process.send_signal(number)
+        out, err = run.end(0)
+        assert out == "stopped true\n" and err == "", out + err
+
+
+def early_signal():
+    """A signal while the ranks still start reaches them once they can take it."""
+    run = Run("until-signal", 0, 30, "--processes", 2)
+    while not run.ranks():
+        assert time.monotonic() - run.start < SLOW
+        time.sleep(0.01)
+    run.process.send_signal(signal.SIGTERM)
+    out, err = run.end(0)
+    assert out == "stopped true\n", out + err
+
+
+def launcher_killed():
+    run = Run("until-signal", 0, 30, "--processes", 3)
+    run.wait_for_ranks(3)
+    run.process.kill()
+    run.end(-signal.SIGKILL)
+
+
+def rank_killed_under_mpirun():
+    """Without marrow's own launcher, and with mpirun slow to kill: the ranks find the dead one themselves."""
+    run = Run("until-signal", 0, 30, mpirun=3, environment={"OMPI_MCA_odls_base_sigkill_timeout": "5"})
+    run.wait_for_ranks(3)
+    time.sleep(1)
+    victim, at = run.ranks()[0], time.monotonic()
+    os.kill(victim, signal.SIGKILL)
+    while any(not Path(f"/proc/{rank}/status").read_text().count("Z (zombie)") for rank in run.ranks()):
+        assert time.monotonic() - at < 4, "ranks outlive a dead one"
+        time.sleep(0.05)
+    out, err = run.process.communicate(timeout=SLOW)
+    assert run.process.returncode != 0 and f"(process {victim}) is dead" in err, err
+
+
+def thrown_under_mpirun():
+    run = Run("throw", 1, 30, mpirun=3)
+    out, err = run.process.communicate(timeout=SLOW)
+    assert run.process.returncode == 5 and err.count("error: ") == 1 and "loss nan" in err, err
+
+
+def without_mpi():
+    """Ranks of a torchrun-like launcher meet, and then say that CPUs need MPI: once."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as meeting:
+        for place in ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}, {"MARROW_RENDEZVOUS_FILE": meeting + "/file"}):
+            with tempfile.TemporaryDirectory() as folder:
+                ranks = [subprocess.Popen([BINARY, "--scenario", "none", folder, "0", "30"], stderr=subprocess.PIPE, text=True,
+                                          env={**ENVIRONMENT, "RANK": str(r), "WORLD_SIZE": "3",
+                                               **{name: str(value) for name, value in place.items()}}) for r in range(3)]
+                errors = [rank.communicate(timeout=SLOW)[1] for rank in ranks]
+                assert [rank.returncode for rank in ranks] == [2, 2, 2], errors
+                assert "".join(errors).count("3 processes on CPUs need MPI") == 1, errors
+
+
+def lost_world():
+    """A rank of a world without a meeting place refuses to train alone."""
+    done = subprocess.run([BINARY, "--scenario", "none", "/tmp/marrow-none", "0", "30"], capture_output=True, text=True,
+                          env={**ENVIRONMENT, "RANK": "0", "WORLD_SIZE": "2"})
+    assert done.returncode == 2 and "MASTER_ADDR" in done.stderr, done.stderr
+    done = subprocess.run([BINARY, "--scenario", "none", "/tmp/marrow-none", "0", "30"], capture_output=True, text=True,
+                          env={**ENVIRONMENT, "PMI_SIZE": "2", "PMI_RANK": "0"})
+    assert done.returncode == 2 and "MPI sees 1" in done.stderr, done.stderr
+
+
+CASES = [well, thrown, thrown_json, refused, killed, crashed, stopped, hung, by_signal, early_signal, launcher_killed,
+         rank_killed_under_mpirun, thrown_under_mpirun, without_mpi, lost_world]
+
+
+def run_case(case):
+    start = time.monotonic()
+    try:
+        case()
+    except Exception as error:  # noqa: BLE001: every failure is told
+        return f"FAIL {case.__name__}: {type(error).__name__} {error}"
+    return f"{case.__name__}: {time.monotonic() - start:.1f} s"
+
+
+def main():
+    chosen = [case for case in CASES if len(sys.argv) < 2 or case.__name__ in sys.argv[1:]]
+    with ThreadPoolExecutor(3) as pool:
+        results = list(pool.map(run_case, chosen))
+    print("\n".join(results))
+    failed = sum(result.startswith("FAIL") for result in results)
+    print("PASS" if failed == 0 else f"FAIL {failed} of {len(chosen)}")
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()
