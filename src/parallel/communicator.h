@@ -48,7 +48,8 @@ class Communicator {
   virtual PendingTransfer all_to_all(const at::Tensor& send, std::span<const int64_t> send_rows,
                                      const at::Tensor& receive, std::span<const int64_t> receive_rows) = 0;
   // Point to point: messages between two ranks arrive in the order of sending. exchange() is a send
-  // and a receive that go on at the same time (a step round a ring).
+  // and a receive that go on at the same time (a step round a ring): a send may wait for its receive, so
+  // that two ranks that both send first would wait for ever.
   virtual PendingTransfer send(const at::Tensor& values, int64_t to) = 0;
   virtual PendingTransfer receive(const at::Tensor& values, int64_t from) = 0;
   virtual PendingTransfer exchange(const at::Tensor& sent, int64_t to, const at::Tensor& received, int64_t from) = 0;

@@ -33,7 +33,11 @@ class FailuresOnly : public testing::EmptyTestEventListener {
 
 int run_tests() {
   world().emplace();
-  test_records().open(world()->folder, test_bootstrap(), fmt::format("rank {}", test_bootstrap().rank()), 60.0);
+  world()->records.open(world()->folder, test_bootstrap(), fmt::format("rank {}", test_bootstrap().rank()), 60.0);
+  if (test_bootstrap().size() == 1) {
+    fmt::print("test_mpi needs several ranks: mpirun -n 2 test_mpi\n");
+    return 2;
+  }
   if (test_bootstrap().rank() != 0) {
     testing::TestEventListeners& listeners = testing::UnitTest::GetInstance()->listeners();
     delete listeners.Release(listeners.default_result_printer());
@@ -51,7 +55,7 @@ int run_tests() {
 }  // namespace
 
 Bootstrap& test_bootstrap() { return *world()->bootstrap; }
-RunRecords& test_records() { return world()->records; }
+const std::string& test_folder() { return world()->folder; }
 
 }  // namespace marrow
 

@@ -28,7 +28,7 @@ std::vector<MeshShape> meshes(int64_t world) {
 void expect_members(Communicator* group, const std::vector<int64_t>& ranks) {
   ASSERT_EQ(group == nullptr, ranks.size() <= 1);
   if (group == nullptr) return;
-  const at::Tensor bits = at::full({1}, int64_t{1} << test_bootstrap().rank(), at::kLong);
+  const at::Tensor bits = at::full({1}, int64_t{1} << test_bootstrap().rank(), on_device(at::kLong));
   group->all_reduce(bits).wait();
   int64_t expected = 0;
   for (const int64_t rank : ranks) expected |= int64_t{1} << rank;
@@ -43,7 +43,7 @@ void expect_links(const Mesh& mesh, const MeshCommunicators& made) {
   ASSERT_EQ(made.from_next != nullptr, has_next);
   ASSERT_EQ(made.to_previous != nullptr, has_previous);
   ASSERT_EQ(made.from_previous != nullptr, has_previous);
-  const at::Tensor mine = at::full({3}, mesh.rank, at::kLong), below = at::empty_like(mine),
+  const at::Tensor mine = at::full({3}, mesh.rank, on_device(at::kLong)), below = at::empty_like(mine),
                    above = at::empty_like(mine);
   std::vector<PendingTransfer> transfers;
   if (has_next) {
@@ -55,7 +55,9 @@ void expect_links(const Mesh& mesh, const MeshCommunicators& made) {
     transfers.push_back(made.from_previous->receive(below, 0));
   }
   for (PendingTransfer& transfer : transfers) transfer.wait();
-  const auto neighbour = [&](int64_t p) { return at::full({3}, mesh.rank_at(p, mesh.d, mesh.c, mesh.e), at::kLong); };
+  const auto neighbour = [&](int64_t p) {
+    return at::full({3}, mesh.rank_at(p, mesh.d, mesh.c, mesh.e), on_device(at::kLong));
+  };
   EXPECT_TRUE(!has_next || at::equal(above, neighbour(mesh.p + 1)));
   EXPECT_TRUE(!has_previous || at::equal(below, neighbour(mesh.p - 1)));
 }
@@ -65,7 +67,9 @@ TEST(MeshCommunicators, EveryMeshHasItsGroups) {
     const Mesh mesh(shape, test_bootstrap().rank());
     SCOPED_TRACE(
         fmt::format("pp {} dp {} cp {} ep {} replicate {}", shape.pp, shape.dp, shape.cp, shape.ep, shape.replicate));
-    const MeshCommunicators made = make_mesh_communicators(mesh, test_bootstrap(), {});
+    CommunicatorOptions options;
+    options.device = test_device();
+    const MeshCommunicators made = make_mesh_communicators(mesh, test_bootstrap(), options);
     expect_members(made.stage.get(), mesh.stage_group());
     expect_members(made.expert.get(), mesh.expert_group());
     expect_members(made.context.get(), mesh.context_group());

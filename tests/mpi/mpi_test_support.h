@@ -5,7 +5,14 @@
 
 namespace marrow {
 
-Bootstrap& test_bootstrap();  // of this process; main.cpp
-RunRecords& test_records();
+Bootstrap& test_bootstrap();       // of this process; main.cpp
+const std::string& test_folder();  // the same on all ranks; removed at the end
+
+// Under mpirun the tests run on CPUs over MPI, under a torchrun-like launcher on GPUs over NCCL.
+inline at::Device test_device() {
+  if (test_bootstrap().is_mpi()) return at::kCPU;
+  return {at::kCUDA, static_cast<c10::DeviceIndex>(test_bootstrap().local_rank())};
+}
+inline at::TensorOptions on_device(at::ScalarType type) { return at::TensorOptions(type).device(test_device()); }
 
 }  // namespace marrow
