@@ -1,7 +1,9 @@
 #include "ops/device.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <malloc.h>
 #include <sys/resource.h>
+#include <climits>
 
 #include <fstream>
 #include <thread>
@@ -9,6 +11,7 @@
 #ifdef MARROW_CUDA
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAFunctions.h>
 #include <cuda_runtime_api.h>
 #endif
 
@@ -53,9 +56,27 @@ int64_t available_memory_bytes(at::Device device) {
   return INT64_MAX;  // a kernel that does not tell
 }
 
+at::Device use_gpu([[maybe_unused]] int64_t index) {
+  int64_t count = 0;
+#ifdef MARROW_CUDA
+  count = c10::cuda::device_count();
+#endif
+  MARROW_CHECK(index < count, ExitCode::kUsage, Fix("start at most one process per GPU, or set train.device = \"cpu\""),
+               "process {} of this host needs a GPU of its own, of which there are {}", index, count);
+#ifdef MARROW_CUDA
+  c10::cuda::set_device(static_cast<c10::DeviceIndex>(index));
+#endif
+  return at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(index));
+}
+
 void set_cpu_threads(int64_t wanted, int64_t ranks) {
   const int64_t cores = std::max<int64_t>(std::thread::hardware_concurrency(), 1);
   at::set_num_threads(static_cast<int>(wanted > 0 ? wanted : std::max<int64_t>(1, cores / ranks)));
+  // Activations of a step are freed and asked for again in the next: pages that went back to the
+  // kernel meanwhile fault anew, which cost 5 % of a step. 32 MB is the most that glibc takes.
+  mallopt(M_MMAP_THRESHOLD, 32 << 20);
+  mallopt(M_TRIM_THRESHOLD, INT_MAX);
+  mallopt(M_TOP_PAD, 64 << 20);
 }
 
 DeferredValues::DeferredValues(const at::Tensor& source) {

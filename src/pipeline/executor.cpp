@@ -4,12 +4,14 @@
 #include "ops/linear_cross_entropy.h"
 
 namespace marrow {
-
 namespace {
+
+// Sends that may be under way at once; older ones are waited for, which frees their tensors.
+constexpr size_t kSendsUnderWay = 4;
 
 // Runs one layer's work; an error from it says which layer.
 template <typename Work>
-at::Tensor in_layer(size_t layer, const char* direction, Work work) {
+auto in_layer(int64_t layer, const char* direction, const Work& work) {
   try {
     return work();
   } catch (Error& error) {
@@ -18,69 +20,336 @@ at::Tensor in_layer(size_t layer, const char* direction, Work work) {
   }
 }
 
+std::string layer_group(int64_t layer) { return fmt::format("layers.{}", layer); }
+
 }  // namespace
 
-Executor::Executor(const MoeModel& model, const ParameterTable& parameters, BalanceTracker* tracker, at::Device device,
+Executor::Executor(const MoeModel& model, const ModelParts& parts, ParameterStore& store, BalanceTracker* tracker,
                    const Options& options)
-    : model_(&model), parameters_(&parameters), tracker_(tracker), options_(options) {
-  for (int64_t layer = 0; layer < model.shape().layers; ++layer) {
-    layers_.push_back(model.make_layer(layer, parameters, device));
+    : model_(&model), parts_(parts), store_(&store), options_(options), device_(store.options().device) {
+  layer_options_ = {parts.experts, tracker, options.recompute_layers, options.overlap};
+  for (int64_t slot = 0; slot < parts.pipeline.slots(); ++slot) {
+    const auto [first, last] = parts.layers(slot, model.shape());
+    for (int64_t layer = first; layer < last; ++layer) {
+      layers_.emplace(layer, model.make_layer(layer, store.table(), device_));
+    }
   }
 }
 
 const Parameter& Executor::head() const {
-  return parameters_->at(model_->shape().tied_embeddings ? "embedding" : "head");
+  return store_->table().at(model_->shape().tied_embeddings ? "embedding" : "head");
 }
 
-void Executor::prepare(MicroBatch& batch) {
-  batch.context.weight_grads = &weight_grads_;
-  batch.context.forced_routing = options_.forced_routing;
-  batch.context.deterministic = options_.deterministic;
-}
-
-void Executor::train(MicroBatch batch, double gradient_scale, const at::Tensor& loss_sum) {
-  prepare(batch);
-  const Parameter& embedding = parameters_->at("embedding");
-  at::Tensor hidden = embedding_forward(batch.tokens, embedding);
-  std::vector<LayerPass> passes;
-  passes.reserve(layers_.size());
-  for (size_t i = 0; i < layers_.size(); ++i) {
-    passes.emplace_back(*layers_[i], static_cast<int64_t>(i), tracker_, options_.recompute_layers);
-    hidden = in_layer(i, "forward", [&] { return passes[i].forward(hidden, batch.context); });
+void Executor::train(int64_t count, const MicroBatchSource& source, double gradient_scale, const at::Tensor& loss_sum) {
+  gradient_scale_ = gradient_scale;
+  loss_sum_ = loss_sum;
+  begin_step(count, source, /*backward=*/true);
+  // One rank with all experts has nothing to hide: a pair would only keep two micro-batches alive.
+  if (parts_.pipeline.pp == 1 && parts_.experts == nullptr) {
+    for (int64_t i = 0; i < count; ++i) {
+      run_forward({0, i});
+      run_backward({0, i}, true);
+    }
+  } else {
+    for (const PipelineAction& action : pipeline_actions(parts_.pipeline, parts_.pipeline_rank, count)) run(action);
   }
+  end_step();
+}
 
+at::Tensor Executor::evaluate(int64_t count, const MicroBatchSource& source) {
+  const at::NoGradGuard no_grad;
+  loss_sum_ = at::zeros({1}, at::TensorOptions().device(device_).dtype(at::kDouble));
+  begin_step(count, source, /*backward=*/false);
+  const bool two = parts_.pipeline.slots() == 2;
+  // Micro-batches come back up the V after they went down through the ranks below.
+  const int64_t delay = two ? parts_.pipeline.pp - 1 - parts_.pipeline_rank : 0;
+  for (int64_t i = 0; i < count + delay; ++i) {
+    if (i < count) run_forward({0, i});
+    if (two && i >= delay) run_forward({1, i - delay});
+  }
+  end_step();
+  return std::exchange(loss_sum_, {});
+}
+
+void Executor::run(const PipelineAction& action) {
+  switch (action.kind) {
+    case ActionKind::kForward:
+      return run_forward(action.forward);
+    case ActionKind::kBackward:
+      return run_backward(action.backward, true);
+    case ActionKind::kBackwardInput:
+      return run_backward(action.backward, false);
+    case ActionKind::kWeightGrad:
+      return run_weight_grads(action.backward);
+    case ActionKind::kForwardBackward:
+      return run_pair(action.forward, action.backward);
+  }
+}
+
+void Executor::run_forward(const PipelinePass& pass) {
+  Flight& flight = start_forward(pass);
+  const auto [first, last] = parts_.layers(pass.slot, model_->shape());
+  for (int64_t layer = first; layer < last; ++layer) {
+    in_layer(layer, "forward", [&] {
+      start_layer(flight, layer);
+      flight.layers.back().run_experts();
+      finish_layer(flight, layer);
+    });
+  }
+  finish_forward(pass, flight);
+}
+
+void Executor::run_backward(const PipelinePass& pass, bool weight_grads) {
+  Flight& flight = flights_.at({pass.slot, pass.micro_batch});
+  start_backward(pass, flight);
+  for (int64_t layer = parts_.layers(pass.slot, model_->shape()).end - 1; !flight.layers.empty(); --layer) {
+    in_layer(layer, "backward", [&] {
+      start_layer_backward(flight, layer);
+      flight.layers.back().run_experts_backward();
+      finish_layer_backward(pass, flight, layer, weight_grads);
+    });
+  }
+  finish_backward(pass, flight, weight_grads);
+}
+
+// Layer by layer, each direction's steps between the other's: what one sends, the other's products
+// hide.
+void Executor::run_pair(const PipelinePass& forward, const PipelinePass& backward) {
+  Flight& down = start_forward(forward);
+  Flight& up = flights_.at({backward.slot, backward.micro_batch});
+  start_backward(backward, up);
+  auto [layer, end] = parts_.layers(forward.slot, model_->shape());
+  int64_t layer_up = parts_.layers(backward.slot, model_->shape()).end - 1;
+  while (layer < end || !up.layers.empty()) {
+    const bool has_down = layer < end, has_up = !up.layers.empty();
+    const auto on_way_down = [&](const auto& work) {
+      if (has_down) in_layer(layer, "forward", work);
+    };
+    const auto on_way_up = [&](const auto& work) {
+      if (has_up) in_layer(layer_up, "backward", work);
+    };
+    on_way_up([&] { start_layer_backward(up, layer_up); });
+    on_way_down([&] { start_layer(down, layer); });
+    on_way_up([&] { up.layers.back().run_experts_backward(); });
+    on_way_down([&] { down.layers.back().run_experts(); });
+    on_way_up([&] { finish_layer_backward(backward, up, layer_up, true); });
+    on_way_down([&] { finish_layer(down, layer); });
+    layer += has_down ? 1 : 0;
+    layer_up -= has_up ? 1 : 0;
+  }
+  finish_forward(forward, down);
+  finish_backward(backward, up, true);
+}
+
+Executor::Flight& Executor::start_forward(const PipelinePass& pass) {
+  Flight& flight = flights_[{pass.slot, pass.micro_batch}];
+  flight.batch = made_batch(pass.micro_batch);
+  if (pass.slot == parts_.pipeline.slots() - 1) batches_.erase(pass.micro_batch);  // the last chunk to read it
+  LayerContext& context = flight.batch.context;
+  context.weight_grads = &flight.weight_grads;
+  context.forced_routing = options_.forced_routing;
+  context.deterministic = options_.deterministic;
+  context.context_ring = parts_.context;
+  if (parts_.embeds(pass.slot)) {
+    acquire("embedding");
+    flight.values = embedding_forward(flight.batch.tokens, store_->table().at("embedding"));
+    release("embedding");
+  } else {
+    flight.values = take(true, pass);
+  }
+  return flight;
+}
+
+void Executor::start_layer(Flight& flight, int64_t layer) {
+  acquire(layer_group(layer));
+  flight.layers.emplace_back(*layers_.at(layer), layer, layer_options_);
+  flight.layers.back().start_forward(flight.values, flight.batch.context);
+}
+
+void Executor::finish_layer(Flight& flight, int64_t layer) {
+  flight.values = flight.layers.back().finish_forward();
+  release(layer_group(layer));
+  if (!at::GradMode::is_enabled()) flight.layers.pop_back();
+}
+
+void Executor::finish_forward(const PipelinePass& pass, Flight& flight) {
+  if (parts_.has_head(pass.slot)) {
+    run_head(pass, flight);
+  } else {
+    hand_on(true, pass, std::exchange(flight.values, {}));
+  }
+  if (!at::GradMode::is_enabled()) flights_.erase({pass.slot, pass.micro_batch});
+}
+
+// Leaves the gradient of the last layer's output in flight.values.
+void Executor::run_head(const PipelinePass& pass, Flight& flight) {
+  const bool training = at::GradMode::is_enabled();
+  const std::string weights = model_->shape().tied_embeddings ? "embedding" : "head";
+  acquire("head");
+  if (weights != "head") acquire(weights);
+  if (training) open_gradients("head");
+  if (training && weights != "head") open_gradients(weights);
   StageGraph norm;
-  hidden = norm.forward(
-      {hidden}, [&](const auto& in) { return std::vector<at::Tensor>{model_->final_norm(in[0], *parameters_)}; })[0];
-  LinearCrossEntropy head_loss =
-      linear_cross_entropy(hidden, head(), batch.targets, gradient_scale, /*with_gradient=*/true);
-  loss_sum.add_(head_loss.loss_sum);
-  hidden.reset();
-
-  at::Tensor gradient = norm.backward({std::move(head_loss.d_x)})[0];
-  while (!passes.empty()) {
-    gradient = in_layer(passes.size() - 1, "backward", [&] { return passes.back().backward(gradient); });
-    passes.pop_back();
-    weight_grads_.run_all();
+  const at::Tensor normed = norm.forward({std::exchange(flight.values, {})}, [&](const auto& in) {
+    return std::vector<at::Tensor>{model_->final_norm(in[0], store_->table())};
+  })[0];
+  LinearCrossEntropy loss = linear_cross_entropy(normed, head(), flight.batch.targets, gradient_scale_, training);
+  loss_sum_.add_(loss.loss_sum);
+  if (training) {
+    flight.values = norm.backward({std::move(loss.d_x)})[0];
+    start_reduce("head", pass.micro_batch);  // tied weights have more to come, from the embedding
   }
-  embedding_backward(batch.tokens, gradient, embedding, options_.deterministic);
+  release("head");
+  if (weights != "head") release(weights);
 }
+
+void Executor::start_backward(const PipelinePass& pass, Flight& flight) {
+  if (!parts_.has_head(pass.slot)) flight.values = take(false, pass);
+}
+
+void Executor::start_layer_backward(Flight& flight, int64_t layer) {
+  acquire(layer_group(layer));
+  open_gradients(layer_group(layer));
+  flight.layers.back().start_backward(flight.values);
+}
+
+void Executor::finish_layer_backward(const PipelinePass& pass, Flight& flight, int64_t layer, bool weight_grads) {
+  flight.values = flight.layers.back().finish_backward();
+  flight.layers.pop_back();
+  release(layer_group(layer));
+  if (!weight_grads) return;
+  flight.weight_grads.run_all();
+  start_reduce(layer_group(layer), pass.micro_batch);
+}
+
+void Executor::finish_backward(const PipelinePass& pass, Flight& flight, bool weight_grads) {
+  const at::Tensor gradient = std::exchange(flight.values, {});
+  if (parts_.embeds(pass.slot)) {
+    open_gradients("embedding");
+    embedding_backward(flight.batch.tokens, gradient, store_->table().at("embedding"), options_.deterministic);
+    start_reduce("embedding", pass.micro_batch);
+  } else {
+    hand_on(false, pass, gradient);
+  }
+  if (weight_grads) flights_.erase({pass.slot, pass.micro_batch});
+}
+
+void Executor::run_weight_grads(const PipelinePass& pass) {
+  const auto [first, last] = parts_.layers(pass.slot, model_->shape());
+  for (int64_t layer = first; layer < last; ++layer) open_gradients(layer_group(layer));
+  flights_.at({pass.slot, pass.micro_batch}).weight_grads.run_all();
+  flights_.erase({pass.slot, pass.micro_batch});
+  for (int64_t layer = last - 1; layer >= first; --layer) start_reduce(layer_group(layer), pass.micro_batch);
+}
+
+// Every chunk of a rank reads the same micro-batch: it is made once.
+MicroBatch& Executor::made_batch(int64_t index) {
+  const auto found = batches_.find(index);
+  if (found != batches_.end()) return found->second;
+  return batches_.emplace(index, (*source_)(index)).first->second;
+}
+
+// ---- parameters of a group: there from acquire to release, gradients from open_gradients to start_reduce
+
+void Executor::acquire(const std::string& name) {
+  for (FlatGroup& group : store_->groups_of(name)) {
+    if (store_->options().by_layer) store_->start_gather(group);
+    store_->finish_gather(group);
+  }
+}
+
+void Executor::release(const std::string& name) {
+  for (FlatGroup& group : store_->groups_of(name)) store_->release(group);
+}
+
+void Executor::open_gradients(const std::string& name) {
+  for (FlatGroup& group : store_->groups_of(name)) store_->open_grad(group);
+}
+
+// Weight gradients of a chunk come in the order of its micro-batches.
+void Executor::start_reduce(const std::string& name, int64_t micro_batch) {
+  if (micro_batch != count_ - 1 && !store_->options().by_layer) return;
+  for (FlatGroup& group : store_->groups_of(name)) store_->start_reduce(group);
+}
+
+// ---- what comes from and goes to the neighbours
+
+void Executor::begin_step(int64_t count, const MicroBatchSource& source, bool backward) {
+  count_ = count;
+  source_ = &source;
+  const PipelineShape& shape = parts_.pipeline;
+  const auto open = [&](Link& link, Communicator* channel, int64_t from) {
+    link = {};
+    link.channel = channel;
+    if (channel == nullptr) return;
+    link.messages = link_messages(shape, count, from, parts_.pipeline_rank);
+    if (!backward) std::erase_if(link.messages, [](const PipelineMessage& message) { return !message.forward; });
+    message_shape_ = {made_batch(0).tokens.size(0), model_->shape().hidden};
+    receive_next(link);
+  };
+  open(from_previous_, parts_.from_previous, parts_.pipeline_rank - 1);
+  open(from_next_, parts_.from_next, parts_.pipeline_rank + 1);
+}
+
+void Executor::end_step() {
+  while (!sends_.empty()) wait_for_oldest_send();
+  MARROW_CHECK(flights_.empty() && mail_.empty(), ExitCode::kDeviceFault, Fix("report this: the schedule is wrong"),
+               "{} passes and {} messages are left at the end of a step", flights_.size(), mail_.size());
+  source_ = nullptr;
+}
+
+// One message ahead of need, so that it travels while the rank works.
+void Executor::receive_next(Link& link) {
+  if (link.received == link.messages.size()) return;
+  link.buffer = at::empty(message_shape_, at::TensorOptions(device_).dtype(store_->options().working_dtype));
+  link.arriving = link.channel->receive(link.buffer, &link == &from_previous_ ? 0 : 1);
+}
+
+at::Tensor Executor::take(bool forward, const PipelinePass& pass) {
+  const int64_t from = source_rank(parts_.pipeline, parts_.pipeline_rank, forward, pass.slot);
+  Link& link = from < parts_.pipeline_rank ? from_previous_ : from_next_;
+  const std::tuple wanted(forward, pass.slot, pass.micro_batch);
+  while (!mail_.contains(wanted)) {
+    const PipelineMessage& message = link.messages.at(link.received++);
+    link.arriving.wait();
+    mail_.emplace(std::tuple(message.forward, message.pass.slot, message.pass.micro_batch), std::move(link.buffer));
+    receive_next(link);
+  }
+  return std::move(mail_.extract(wanted).mapped());
+}
+
+void Executor::hand_on(bool forward, const PipelinePass& pass, at::Tensor values) {
+  const int64_t to = target_rank(parts_.pipeline, parts_.pipeline_rank, forward, pass.slot);
+  if (to == parts_.pipeline_rank) {
+    mail_.emplace(std::tuple(forward, 1 - pass.slot, pass.micro_batch), std::move(values));
+    return;
+  }
+  const bool next = to > parts_.pipeline_rank;
+  sends_.push_back((next ? parts_.to_next : parts_.to_previous)->send(values.contiguous(), next ? 1 : 0));
+  if (!options_.overlap || sends_.size() > kSendsUnderWay) wait_for_oldest_send();
+}
+
+void Executor::wait_for_oldest_send() {
+  sends_.front().wait();
+  sends_.pop_front();
+}
+
+// ---- one rank alone
 
 at::Tensor Executor::hidden_states(MicroBatch batch) {
   const at::NoGradGuard no_grad;
-  prepare(batch);
-  at::Tensor hidden = embedding_forward(batch.tokens, parameters_->at("embedding"));
-  for (size_t i = 0; i < layers_.size(); ++i) {
-    hidden = LayerPass(*layers_[i], static_cast<int64_t>(i), nullptr, false).forward(hidden, batch.context);
+  const MicroBatchSource source = [&](int64_t) { return batch; };
+  begin_step(1, source, false);
+  Flight& flight = start_forward({0, 0});
+  for (int64_t layer = 0; layer < model_->shape().layers; ++layer) {
+    start_layer(flight, layer);
+    flight.layers.back().run_experts();
+    finish_layer(flight, layer);
   }
-  return model_->final_norm(hidden, *parameters_);
-}
-
-at::Tensor Executor::evaluate(MicroBatch batch) {
-  const at::Tensor targets = batch.targets;
-  return linear_cross_entropy(hidden_states(std::move(batch)), head(), targets, 1.0,
-                              /*with_gradient=*/false)
-      .loss_sum;
+  const at::Tensor hidden = model_->final_norm(flight.values, store_->table());
+  flights_.clear();
+  end_step();
+  return hidden;
 }
 
 at::Tensor Executor::logits(const at::Tensor& hidden) const {

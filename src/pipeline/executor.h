@@ -1,11 +1,15 @@
-// Runs micro-batches through the model: embedding, layers, head; forward and backward.
+// Runs micro-batches through a rank's part of the model as the pipeline schedule says.
 #pragma once
-#include "models/model_contract.h"
+#include <deque>
+
 #include "pipeline/layer_pass.h"
 #include "pipeline/micro_batch.h"
-#include "pipeline/router_balance.h"
+#include "pipeline/model_setup.h"
 
 namespace marrow {
+
+// Micro-batch i of a step, made when it is first needed.
+using MicroBatchSource = std::function<MicroBatch(int64_t)>;
 
 class Executor {
  public:
@@ -13,33 +17,92 @@ class Executor {
     bool recompute_layers = false;
     bool forced_routing = false;
     bool deterministic = false;
+    bool overlap = true;  // false: every transfer is waited for where it starts
   };
-  // Model, parameters and tracker outlive the executor. `tracker` may be null at inference.
-  Executor(const MoeModel& model, const ParameterTable& parameters, BalanceTracker* tracker, at::Device device,
+  // Model, store, and what `parts` points to outlive the executor. `tracker` may be null at inference.
+  Executor(const MoeModel& model, const ModelParts& parts, ParameterStore& store, BalanceTracker* tracker,
            const Options& options);
 
-  // Forward and backward of one micro-batch. Gradients of gradient_scale · Σ loss, and those of the
-  // balance terms, are added to the parameters' gradients, Σ loss to `loss_sum` ([1] fp64).
-  void train(MicroBatch batch, double gradient_scale, const at::Tensor& loss_sum);
+  // Forward and backward of `count` micro-batches of one shape. Gradients of gradient_scale · Σ loss,
+  // and those of the balance terms, are added to the parameters' gradients; Σ loss to `loss_sum` ([1]
+  // fp64) on the rank that has the head. Waits for a group's parameters where it first needs them, and
+  // starts to reduce its gradients once the last is there.
+  void train(int64_t count, const MicroBatchSource& source, double gradient_scale, const at::Tensor& loss_sum);
 
-  // Σ loss over the targets of a micro-batch, [1] fp32. No gradients.
-  at::Tensor evaluate(MicroBatch batch);
+  // Σ loss over the targets of `count` micro-batches, [1] fp64; 0 on ranks without the head. No gradients.
+  at::Tensor evaluate(int64_t count, const MicroBatchSource& source);
 
-  // The normalised output of the last layer [T, H], for generation (batch.context.cache set).
+  // One rank alone: the normalised output of the last layer [T, H], for generation
+  // (batch.context.cache set), and logits [T, V] fp32 of it.
   at::Tensor hidden_states(MicroBatch batch);
-  // [T, H] → logits [T, V] fp32.
   at::Tensor logits(const at::Tensor& hidden) const;
 
  private:
-  void prepare(MicroBatch& batch);
+  // A micro-batch in a chunk, from its forward to its weight gradients.
+  struct Flight {
+    MicroBatch batch;
+    std::vector<LayerPass> layers;
+    at::Tensor values;  // [T, H]: hidden states, or their gradient
+    WeightGradQueue weight_grads;
+  };
+  // What a neighbour sends, in its order.
+  struct Link {
+    Communicator* channel = nullptr;
+    std::vector<PipelineMessage> messages;  // of this step
+    size_t received = 0;                    // of them
+    PendingTransfer arriving;
+    at::Tensor buffer;
+  };
+
+  void begin_step(int64_t count, const MicroBatchSource& source, bool backward);
+  void run(const PipelineAction& action);
+  void run_forward(const PipelinePass& pass);
+  void run_backward(const PipelinePass& pass, bool weight_grads);
+  void run_weight_grads(const PipelinePass& pass);
+  void run_pair(const PipelinePass& forward, const PipelinePass& backward);
+  void end_step();
+
+  Flight& start_forward(const PipelinePass& pass);
+  void start_layer(Flight& flight, int64_t layer);
+  void finish_layer(Flight& flight, int64_t layer);
+  void finish_forward(const PipelinePass& pass, Flight& flight);
+  void run_head(const PipelinePass& pass, Flight& flight);
+  void start_backward(const PipelinePass& pass, Flight& flight);
+  void start_layer_backward(Flight& flight, int64_t layer);
+  void finish_layer_backward(const PipelinePass& pass, Flight& flight, int64_t layer, bool weight_grads);
+  void finish_backward(const PipelinePass& pass, Flight& flight, bool weight_grads);
+
+  void receive_next(Link& link);
+  at::Tensor take(bool forward, const PipelinePass& pass);
+  void hand_on(bool forward, const PipelinePass& pass, at::Tensor values);
+  void wait_for_oldest_send();
+
+  MicroBatch& made_batch(int64_t index);
   const Parameter& head() const;
+  void acquire(const std::string& name);
+  void release(const std::string& name);
+  void open_gradients(const std::string& name);
+  void start_reduce(const std::string& name, int64_t micro_batch);
 
   const MoeModel* model_;
-  const ParameterTable* parameters_;
-  BalanceTracker* tracker_;
+  ModelParts parts_;
+  ParameterStore* store_;
+  LayerPass::Options layer_options_;
   Options options_;
-  std::vector<std::unique_ptr<DecoderLayer>> layers_;
-  WeightGradQueue weight_grads_;
+  at::Device device_;
+  std::map<int64_t, std::unique_ptr<DecoderLayer>> layers_;  // of this rank, by index in the model
+
+  // Of the step that runs. Keys: slot, micro-batch; forward, slot, micro-batch.
+  const MicroBatchSource* source_ = nullptr;
+  int64_t count_ = 0;
+  double gradient_scale_ = 0;
+  at::Tensor loss_sum_;                    // [1] fp64
+  std::map<int64_t, MicroBatch> batches_;  // made, and not yet read by all chunks
+  std::map<std::pair<int64_t, int64_t>, Flight> flights_;
+  std::map<std::tuple<bool, int64_t, int64_t>, at::Tensor> mail_;  // arrived, not yet needed
+  std::vector<int64_t> message_shape_;
+  Link from_previous_, from_next_;
+  std::deque<PendingTransfer> sends_;
 };
 
 }  // namespace marrow

@@ -4,61 +4,107 @@
 
 namespace marrow {
 
-at::Tensor LayerPass::forward(const at::Tensor& hidden, const LayerContext& shared) {
+void LayerPass::start_forward(const at::Tensor& hidden, const LayerContext& shared) {
   context_ = shared;
   context_.balance = std::make_shared<RouterBalance>();
-  if (tracker_ != nullptr) {
-    context_.balance_groups = tracker_->groups(shared.attention.sequences);
-    context_.selection_bias = tracker_->selection_bias(index_);
+  if (options_.tracker != nullptr) {
+    context_.balance_groups = options_.tracker->groups(shared.attention.sequences);
+    context_.selection_bias = options_.tracker->selection_bias(index_);
   }
-  if (!recompute_ || !at::GradMode::is_enabled()) return run_stages(hidden, true);
-  input_ = hidden;
-  const at::NoGradGuard no_grad;
-  return run_stages(hidden, true);
+  options_.recompute = options_.recompute && at::GradMode::is_enabled();
+  if (options_.recompute) input_ = hidden;
+  const at::AutoGradMode keep(at::GradMode::is_enabled() && !options_.recompute);
+  attend(hidden, true);
 }
 
-at::Tensor LayerPass::run_stages(const at::Tensor& hidden, bool first_time) {
-  RouterOutput routing;
-  const auto s1 = attend_.forward({hidden}, [&](const auto& in) {
+void LayerPass::attend(const at::Tensor& hidden, bool first_time) {
+  values_ = attend_.forward({hidden}, [&](const auto& in) {
     RoutedTokens out = layer_->attend_and_route(in[0], context_);
-    routing = out.routing;
+    routing_ = out.routing;
     return std::vector<at::Tensor>{out.residual, out.normed, out.routing.weights};
   });
-  const int64_t tokens = hidden.size(0);
-  if (tracker_ != nullptr && first_time) tracker_->record(index_, routing, tokens, *context_.balance);
-  if (tracker_ != nullptr && !first_time) {
-    tracker_->repeat(index_, routing, tokens, *context_.balance);
+  if (BalanceTracker* tracker = options_.tracker; tracker != nullptr) {
+    const int64_t tokens = hidden.size(0);
+    if (first_time) tracker->record(index_, routing_, tokens, *context_.balance);
+    if (!first_time) tracker->repeat(index_, routing_, tokens, *context_.balance);
   }
-
-  const ExpertPermutation permutation = expert_permutation(routing.experts, routing.counts.size(1));
-  const auto s2 = dispatch_.forward({s1[1], s1[2]}, [&](const auto& in) {
-    return std::vector<at::Tensor>{gather_rows(in[0], permutation.map, routing.experts.numel()),
-                                   gather_values(in[1], permutation)};
-  });
-  const auto s3 = experts_.forward({s2[0], s2[1]}, [&](const auto& in) {
-    return std::vector<at::Tensor>{layer_->run_experts(in[0], in[1], permutation.offsets, context_)};
-  });
-  // S4 moves rows between ranks; with every expert here there is nothing to move.
-  const auto s5 = combine_.forward({s1[0], s1[1], s3[0]}, [&](const auto& in) {
-    return std::vector<at::Tensor>{layer_->combine_and_add(in[0], in[1], in[2], permutation.map, context_)};
-  });
-  return s5[0];
+  if (options_.experts == nullptr) return;
+  exchange_.emplace(*options_.experts, routing_.counts.size(1), options_.overlap);
+  exchange_->plan(routing_.experts);
+  exchange_->start_dispatch(values_[1], values_[2]);
 }
 
-at::Tensor LayerPass::backward(const at::Tensor& d_output) {
-  if (input_.defined()) {
-    run_stages(input_, false);
+void LayerPass::run_experts() {
+  const at::AutoGradMode keep(at::GradMode::is_enabled() && !options_.recompute);
+  const DispatchedTokens tokens =
+      exchange_ ? exchange_->finish_dispatch()
+                : DispatchedTokens{values_[1], values_[2], routing_.experts, routing_.experts.numel()};
+  const int64_t ranks = exchange_ ? options_.experts->size() : 1;
+  const ExpertPermutation order = expert_permutation(tokens.experts, routing_.counts.size(1) / ranks);
+  const auto out = experts_.forward({tokens.rows, tokens.weights}, [&](const auto& in) {
+    const at::Tensor rows = gather_rows(in[0], order.map, tokens.expert_rows);
+    const at::Tensor weights = gather_values(in[1], order).narrow(0, 0, tokens.expert_rows);
+    const at::Tensor results = layer_->run_experts(rows, weights, order.offsets, context_);
+    // Here or, where no rank is between, in S5, together with the residual.
+    return std::vector<at::Tensor>{exchange_ ? sum_rows(results, order.map, {}) : results};
+  });
+  routing_ = {};
+  rows_of_tokens_ = exchange_ ? exchange_->map() : order.map;
+  values_.back() = out[0];
+  if (exchange_) exchange_->start_combine(out[0]);
+}
+
+at::Tensor LayerPass::finish_forward() {
+  const at::AutoGradMode keep(at::GradMode::is_enabled() && !options_.recompute);
+  if (exchange_) values_.back() = exchange_->finish_combine();
+  const auto out = combine_.forward(values_, [&](const auto& in) {
+    return std::vector<at::Tensor>{layer_->combine_and_add(in[0], in[1], in[2], rows_of_tokens_, context_)};
+  });
+  values_.clear();
+  if (!at::GradMode::is_enabled()) exchange_.reset();
+  return out[0];
+}
+
+void LayerPass::start_backward(const at::Tensor& d_output) {
+  if (options_.recompute) {
+    options_.recompute = false;
+    attend(input_, false);
+    run_experts();
+    finish_forward();
     input_.reset();
   }
-  auto d5 = combine_.backward({d_output});
-  auto d3 = experts_.backward({d5[2]});
-  d5[2].reset();
-  auto d2 = dispatch_.backward(d3);
-  d3.clear();
+  values_ = combine_.backward({d_output});  // of residual, normed, rows
+  if (!exchange_) return;
+  exchange_->start_combine_backward(values_.back());
+  values_.pop_back();
+}
+
+void LayerPass::run_experts_backward() {
+  std::vector<at::Tensor> d_rows(1);
+  if (exchange_) {
+    d_rows[0] = exchange_->finish_combine_backward();
+  } else {
+    d_rows[0] = std::move(values_.back());
+    values_.pop_back();
+  }
+  const auto d_tokens = experts_.backward(d_rows);  // of rows or `normed`, and weights
+  if (exchange_) {
+    exchange_->start_dispatch_backward(d_tokens[0], d_tokens[1]);
+    return;
+  }
   // The experts read `normed`, and so may S5 (a shared expert).
-  at::Tensor d_normed = d2[0];
-  if (d5[1].defined()) d_normed = d_normed.add_(d5[1]);
-  return attend_.backward({d5[0], d_normed, d2[1]})[0];
+  values_[1] = values_[1].defined() ? at::Tensor(d_tokens[0]).add_(values_[1]) : d_tokens[0];
+  values_.push_back(d_tokens[1]);
+}
+
+at::Tensor LayerPass::finish_backward() {
+  if (exchange_) {
+    auto [d_normed, d_weights] = exchange_->finish_dispatch_backward(values_[1]);
+    values_[1] = std::move(d_normed);
+    values_.push_back(std::move(d_weights));
+    exchange_.reset();
+  }
+  return attend_.backward(std::exchange(values_, {}))[0];
 }
 
 }  // namespace marrow

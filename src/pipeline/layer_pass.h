@@ -2,35 +2,50 @@
 #pragma once
 #include "models/model_contract.h"
 #include "ops/expert_permutation.h"
+#include "parallel/expert_dispatch.h"
 #include "pipeline/router_balance.h"
 #include "pipeline/stage_graph.h"
 
 namespace marrow {
 
-// S1 attention, router → S2 dispatch → S3 experts → S4 combine → S5 sum, residual. Each stage is a
-// StageGraph, kept from forward to backward. Under no-grad nothing is kept.
+// S1 attention, router → S2 dispatch → S3 experts → S4 combine → S5 sum, residual. S1, S3 and S5 are
+// StageGraphs, kept from forward to backward; under no-grad nothing is kept. S2 and S4 move tokens
+// between ranks, and do nothing where a rank holds all experts. Each direction is three steps, cut
+// where a move is under way, so that a step of another pass can run meanwhile.
 class LayerPass {
  public:
-  // The layer and tracker outlive the pass. `recompute`: keep only the input, and run the forward
-  // again before the backward.
-  LayerPass(const DecoderLayer& layer, int64_t index, BalanceTracker* tracker, bool recompute)
-      : layer_(&layer), index_(index), tracker_(tracker), recompute_(recompute) {}
+  struct Options {
+    Communicator* experts = nullptr;  // ranks that share the experts; null: this rank has all
+    BalanceTracker* tracker = nullptr;
+    bool recompute = false;  // keep only the input, and run the forward again before the backward
+    bool overlap = true;     // false: each move is waited for at once
+  };
+  // The layer, and what the options point to, outlive the pass.
+  LayerPass(const DecoderLayer& layer, int64_t index, const Options& options)
+      : layer_(&layer), index_(index), options_(options) {}
 
   // hidden [T, H] → [T, H].
-  at::Tensor forward(const at::Tensor& hidden, const LayerContext& shared);
+  void start_forward(const at::Tensor& hidden, const LayerContext& shared);  // S1; S2 starts
+  void run_experts();                                                        // S2 ends; S3; S4 starts
+  at::Tensor finish_forward();                                               // S4 ends; S5
   // Gradient of the output [T, H] → gradient of the input.
-  at::Tensor backward(const at::Tensor& d_output);
+  void start_backward(const at::Tensor& d_output);  // S5
+  void run_experts_backward();                      // S3
+  at::Tensor finish_backward();                     // S1
 
  private:
-  at::Tensor run_stages(const at::Tensor& hidden, bool first_time);
+  void attend(const at::Tensor& hidden, bool first_time);
 
   const DecoderLayer* layer_;
   int64_t index_;
-  BalanceTracker* tracker_;
-  bool recompute_;
+  Options options_;
   LayerContext context_;
   at::Tensor input_;  // kept only for recomputation
-  StageGraph attend_, dispatch_, experts_, combine_;
+  StageGraph attend_, experts_, combine_;
+  RouterOutput routing_;
+  std::optional<ExpertDispatch> exchange_;
+  RowMap rows_of_tokens_;           // of what S5 sums
+  std::vector<at::Tensor> values_;  // on their way from a step to the next
 };
 
 }  // namespace marrow

@@ -2,12 +2,20 @@
 
 namespace marrow {
 
-void add_model_parameters(const MoeModel& model, ParameterStore& store) {
-  store.add("embedding", model.embedding_specs());
-  for (int64_t layer = 0; layer < model.shape().layers; ++layer) {
-    store.add(fmt::format("layers.{}", layer), model.layer_specs(layer));
+LayerRange ModelParts::layers(int64_t slot, const ModelShape& shape) const {
+  if (chunk_layers.empty()) return {0, shape.layers};
+  return chunk_layers[static_cast<size_t>(pipeline.chunk_at(pipeline_rank, slot))];
+}
+
+void add_model_parameters(const MoeModel& model, const ModelParts& parts, ParameterStore& store) {
+  for (int64_t slot = 0; slot < parts.pipeline.slots(); ++slot) {
+    if (parts.embeds(slot)) store.add("embedding", model.embedding_specs());
+    const auto [first, last] = parts.layers(slot, model.shape());
+    for (int64_t layer = first; layer < last; ++layer) {
+      store.add(fmt::format("layers.{}", layer), model.layer_specs(layer));
+    }
+    if (parts.has_head(slot)) store.add("head", model.head_specs());
   }
-  store.add("head", model.head_specs());
 }
 
 }  // namespace marrow

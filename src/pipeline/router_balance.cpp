@@ -26,40 +26,52 @@ void BalanceTracker::begin_step(const StepSizes& sizes) {
   global_gradient_ = balance_gradient(previous_counts_ / total, sizes.tokens, options_.coef);
 }
 
+BalanceTracker::GroupSums BalanceTracker::group_sums(const RouterOutput& routing, int64_t tokens) const {
+  GroupSums sums{routing.counts, routing.probability_sums, tokens / routing.counts.size(0)};
+  if (!by_group() || options_.context == nullptr) return sums;
+  const at::Tensor both = at::stack({sums.counts.to(at::kFloat), sums.probability_sums});
+  options_.context->all_reduce(both).wait();
+  return {both.select(0, 0), both.select(0, 1), sums.tokens * options_.context->size()};
+}
+
 void BalanceTracker::record(int64_t layer, const RouterOutput& routing, int64_t tokens, RouterBalance& balance) {
   counts_.select(0, layer).add_(routing.counts.sum(0));
   probability_sums_.select(0, layer).add_(routing.probability_sums.sum(0));
-  if (options_.mode == BalanceMode::kMicro || options_.mode == BalanceMode::kSequence) {
-    const int64_t group_tokens = tokens / routing.counts.size(0);
+  const GroupSums sums = group_sums(routing, tokens);
+  // Of ranks that share sequences one counts their losses.
+  if (by_group() && (options_.context == nullptr || options_.context->rank() == 0)) {
     group_losses_.select(0, layer).add_(
-        balance_loss(routing.counts, routing.probability_sums, group_tokens, options_.top_k).sum());
+        balance_loss(sums.counts, sums.probability_sums, sums.tokens, options_.top_k).sum());
   }
-  repeat(layer, routing, tokens, balance);
+  set_gradient(layer, sums, balance);
 }
 
 void BalanceTracker::repeat(int64_t layer, const RouterOutput& routing, int64_t tokens, RouterBalance& balance) const {
+  set_gradient(layer, group_sums(routing, tokens), balance);
+}
+
+void BalanceTracker::set_gradient(int64_t layer, const GroupSums& sums, RouterBalance& balance) const {
   balance.z_loss_gradient = options_.z_loss / static_cast<double>(sizes_.tokens);
   if (options_.coef == 0.0) return;
-  const int64_t groups = routing.counts.size(0);
-  const auto fractions = [&] { return expert_fractions(routing.counts, tokens / groups, options_.top_k); };
-  switch (options_.mode) {
-    case BalanceMode::kNone:
-    case BalanceMode::kBias:
-      return;
-    case BalanceMode::kMicro:
-      balance.gradient = balance_gradient(fractions(), tokens, options_.coef / sizes_.micro_batches);
-      return;
-    case BalanceMode::kSequence:
-      balance.gradient = balance_gradient(fractions(), tokens / groups, options_.coef / sizes_.sequences);
-      return;
-    case BalanceMode::kGlobal:
-      balance.gradient = global_gradient_.narrow(0, layer, 1);
-      return;
-  }
+  if (options_.mode == BalanceMode::kGlobal) balance.gradient = global_gradient_.narrow(0, layer, 1);
+  if (!by_group()) return;
+  const int64_t groups = options_.mode == BalanceMode::kMicro ? sizes_.micro_batches : sizes_.sequences;
+  balance.gradient = balance_gradient(expert_fractions(sums.counts, sums.tokens, options_.top_k), sums.tokens,
+                                      options_.coef / static_cast<double>(groups));
 }
 
 void BalanceTracker::end_step() {
-  if (options_.mode == BalanceMode::kMicro || options_.mode == BalanceMode::kSequence) {
+  if (options_.world != nullptr) {  // one transfer for all sums
+    const std::array sums{counts_.flatten(), probability_sums_.flatten(), group_losses_};
+    const at::Tensor all = at::cat(at::TensorList(sums));
+    options_.world->all_reduce(all).wait();
+    int64_t at = 0;
+    for (const at::Tensor& sum : {counts_, probability_sums_, group_losses_}) {
+      sum.copy_(all.narrow(0, at, sum.numel()).view(sum.sizes()));
+      at += sum.numel();
+    }
+  }
+  if (by_group()) {
     const int64_t groups = options_.mode == BalanceMode::kMicro ? sizes_.micro_batches : sizes_.sequences;
     losses_.copy_(group_losses_ / static_cast<double>(groups));
   } else {

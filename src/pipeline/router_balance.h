@@ -3,6 +3,7 @@
 #pragma once
 #include "ops/pch.h"
 #include "ops/router.h"
+#include "parallel/communicator.h"
 #include "pipeline/balance_mode.h"
 
 namespace marrow {
@@ -16,8 +17,10 @@ class BalanceTracker {
     double coef = 0;
     double z_loss = 0;
     int64_t layers = 0, experts = 0, top_k = 0;
+    Communicator* context = nullptr;  // ranks that share each sequence; null: this one alone
+    Communicator* world = nullptr;    // all ranks; null: this one alone
   };
-  // Sizes of one step's global batch.
+  // Sizes of one step's global batch, over all ranks.
   struct StepSizes {
     int64_t tokens = 0, sequences = 0, micro_batches = 0;
   };
@@ -27,11 +30,12 @@ class BalanceTracker {
   // Groups that the router keeps apart in a micro-batch of `sequences` sequences.
   int64_t groups(int64_t sequences) const { return options_.mode == BalanceMode::kSequence ? sequences : 1; }
   // Adds a micro-batch's statistics and returns, in `balance`, the gradient of its balance term.
-  // `tokens` is the micro-batch's.
+  // `tokens` is what this rank has of the micro-batch. Where sequences are shared, and the mode looks
+  // at each or at each micro-batch, the ranks that share them add theirs.
   void record(int64_t layer, const RouterOutput& routing, int64_t tokens, RouterBalance& balance);
   // A recomputed forward needs the same gradient again, and counts nothing twice.
   void repeat(int64_t layer, const RouterOutput& routing, int64_t tokens, RouterBalance& balance) const;
-  void end_step();
+  void end_step();  // adds up over all ranks
 
   // Of the step that ended last, on the device: [layers] fp32 each.
   at::Tensor losses() const { return losses_; }
@@ -45,6 +49,15 @@ class BalanceTracker {
   at::Tensor bias() const { return bias_; }
 
  private:
+  // Sums over whole groups: whole sequences, or whole micro-batches.
+  struct GroupSums {
+    at::Tensor counts, probability_sums;  // [G, E]
+    int64_t tokens = 0;                   // of one group
+  };
+  bool by_group() const { return options_.mode == BalanceMode::kMicro || options_.mode == BalanceMode::kSequence; }
+  GroupSums group_sums(const RouterOutput& routing, int64_t tokens) const;
+  void set_gradient(int64_t layer, const GroupSums& sums, RouterBalance& balance) const;
+
   Options options_;
   StepSizes sizes_;
   at::Tensor counts_;            // [layers, E] fp64, this step so far

@@ -2,21 +2,35 @@
 
 namespace marrow {
 
+MicroBatch to_micro_batch(const SequenceBatch& batch, bool mask_documents, const Mesh& mesh, at::Device device) {
+  return make_micro_batch(batch.tokens, batch.targets, batch.document_start, batch.sequences, batch.seq_len,
+                          mask_documents, device, mesh.shape.cp, mesh.c);
+}
+
 EvaluationResult evaluate_corpus(Executor& executor, const BatchLoader& loader, at::Device device,
-                                 const EvaluationSizes& sizes) {
-  const at::Tensor sum = at::zeros({1}, at::TensorOptions().device(device).dtype(at::kDouble));
+                                 const EvaluationSizes& sizes, const Mesh& mesh, Communicator* world) {
+  // All ranks run equally many micro-batches of one size; sequences past the end have no target.
+  const int64_t ranks = mesh.data_ranks(), size = std::min(sizes.micro_batch, (sizes.sequences + ranks - 1) / ranks);
+  const int64_t unit = size * ranks;
+  const int64_t micro_batches = (sizes.sequences + unit - 1) / unit;
+  double targets = 0;
+  const auto load = [&](int64_t index) {
+    const int64_t first = (index * ranks + mesh.data_rank()) * size;
+    SequenceBatch batch = loader.load(first, size);
+    const int64_t kept = std::clamp<int64_t>(sizes.sequences - first, 0, size) * batch.seq_len;
+    std::fill(batch.targets.begin() + kept, batch.targets.end(), -1);
+    if (mesh.p == 0 && mesh.c == 0) targets += std::ranges::count_if(batch.targets, [](int32_t t) { return t >= 0; });
+    return to_micro_batch(batch, sizes.mask_documents, mesh, device);
+  };
+  at::Tensor sums = executor.evaluate(micro_batches, load);
+  sums = at::cat({sums, at::full({1}, targets, sums.options())});
+  if (world != nullptr) world->all_reduce(sums).wait();
+  sums = sums.cpu();
   EvaluationResult result;
-  for (int64_t first = 0; first < sizes.sequences; first += sizes.micro_batch) {
-    const int64_t count = std::min(sizes.micro_batch, sizes.sequences - first);
-    const SequenceBatch batch = loader.load(first, count);
-    result.targets +=
-        std::count_if(batch.targets.begin(), batch.targets.end(), [](int32_t target) { return target >= 0; });
-    sum.add_(executor.evaluate(make_micro_batch(batch.tokens, batch.targets, batch.document_start, batch.sequences,
-                                                batch.seq_len, sizes.mask_documents, device)));
-  }
+  result.targets = static_cast<int64_t>(sums[1].item<double>());
   MARROW_CHECK(result.targets > 0, ExitCode::kBadInput, Fix("give a longer corpus, or lower the sequence length"),
                "no target token in {} sequences", sizes.sequences);
-  result.loss = sum.item<double>() / static_cast<double>(result.targets);
+  result.loss = sums[0].item<double>() / static_cast<double>(result.targets);
   MARROW_CHECK(std::isfinite(result.loss), ExitCode::kDiverged,
                Fix("use an earlier checkpoint: these weights are damaged, or their run diverged"), "the loss is {}",
                result.loss);

@@ -5,6 +5,9 @@
 
 namespace marrow {
 
+// What the rank at `mesh` reads of a batch.
+MicroBatch to_micro_batch(const SequenceBatch& batch, bool mask_documents, const Mesh& mesh, at::Device device);
+
 struct EvaluationSizes {
   int64_t sequences = 0;    // the first so many of the loader
   int64_t micro_batch = 1;  // sequences at once
@@ -16,8 +19,9 @@ struct EvaluationResult {
   int64_t targets = 0;
 };
 
-// Waits for the device. Error (kBadInput) where no target is left.
+// Waits for the device. Data ranks take their share of the micro-batches; every rank of `world` (null: this one alone)
+// calls it and gets the same result. Error (kBadInput) where no target is left.
 EvaluationResult evaluate_corpus(Executor& executor, const BatchLoader& loader, at::Device device,
-                                 const EvaluationSizes& sizes);
+                                 const EvaluationSizes& sizes, const Mesh& mesh = {}, Communicator* world = nullptr);
 
 }  // namespace marrow

@@ -1,8 +1,10 @@
 #include "train/pretrain_loop.h"
 
 #include <filesystem>
+#include <random>
 
 #include "data/tokenizer.h"
+#include "pipeline/layer_placement.h"
 #include "pipeline/model_setup.h"
 #include "train/evaluation.h"
 #include "train/learning_rate.h"
@@ -22,10 +24,9 @@ void check_model_fits(const PretrainConfig& config, const ModelShape& shape) {
                Fix("lower data.seq_len, or raise max_position_embeddings in the model's config"),
                "data.seq_len = {} exceeds the model's max_position_embeddings = {}", config.data.seq_len,
                shape.max_position);
-  const int64_t ep = std::max<int64_t>(config.mesh.ep, 1);  // 0 is "auto"
-  MARROW_CHECK(shape.experts % ep == 0, ExitCode::kUsage,
+  MARROW_CHECK(shape.experts % config.mesh.ep == 0, ExitCode::kUsage,
                Fix(fmt::format("set mesh.ep to a divisor of {}", shape.experts)),
-               "{} experts do not divide by mesh.ep = {}", shape.experts, ep);
+               "{} experts do not divide by mesh.ep = {}", shape.experts, config.mesh.ep);
   MARROW_CHECK(config.train.recompute != Recompute::kCheap, ExitCode::kUsage,
                Fix("set train.recompute to \"none\" or \"layer\""), "train.recompute = \"cheap\" is not implemented");
   MARROW_CHECK(config.router.balance != BalanceMode::kBias, ExitCode::kUsage,
@@ -34,24 +35,27 @@ void check_model_fits(const PretrainConfig& config, const ModelShape& shape) {
 }
 
 // "parameters 18.7 GB, gradients 12.5 GB, optimizer states 24.9 GB"
-std::string memory_breakdown(const ParameterStore::Options& options, int64_t elements) {
+std::string memory_breakdown(const ParameterStore& store) {
   std::string text;
-  for (const auto& [name, bytes] : ParameterStore::bytes_per_element(options)) {
-    text += fmt::format("{}{} {:.1f} GB", text.empty() ? "" : ", ", name, 1e-9 * bytes * elements);
+  for (const auto& [name, bytes] : store.bytes()) {
+    text += fmt::format("{}{} {:.1f} GB", text.empty() ? "" : ", ", name, 1e-9 * bytes);
   }
   return text;
 }
 
-void check_memory(const ParameterStore::Options& options, const MoeModel& model) {
-  int64_t elements = 0, bytes = 0;
-  for (const HubTensor& tensor : all_hub_tensors(model)) elements += tensor.elements();
-  for (const auto& part : ParameterStore::bytes_per_element(options)) bytes += part.second * elements;
-  const int64_t available = available_memory_bytes(options.device);
+// `sharers`: ranks that divide a host's memory; a GPU is one rank's.
+void check_memory(ParameterStore::Options options, const MoeModel& model, const ModelParts& parts, int64_t sharers) {
+  const int64_t available = available_memory_bytes(options.device) / (options.device.is_cpu() ? sharers : 1);
+  const std::string device = std::exchange(options.device, at::Device(at::kMeta)).str();
+  ParameterStore planned(options);
+  add_model_parameters(model, parts, planned);
+  int64_t bytes = 0;
+  for (const auto& part : planned.bytes()) bytes += part.second;
   MARROW_CHECK(bytes <= available, ExitCode::kDeviceFault,
                Fix("choose a smaller model or fewer layers (num_hidden_layers), set "
                    "optimizer.state_dtype = \"bf16\", or divide it over more processes with [mesh]"),
-               "{:.1f} GB for {} parameters ({}) exceed the {:.1f} GB that are free on {}", 1e-9 * bytes, elements,
-               memory_breakdown(options, elements), 1e-9 * available, options.device.str());
+               "{:.1f} GB for {} parameters ({}) exceed the {:.1f} GB that are free on {}", 1e-9 * bytes,
+               planned.elements(), memory_breakdown(planned), 1e-9 * available, device);
 }
 
 void check_same_tokenizer(const std::string& what, const std::string& hash, const std::string& other,
@@ -67,54 +71,114 @@ at::ScalarType scalar_type(TrainDtype dtype) { return dtype == TrainDtype::kBf16
 
 }  // namespace
 
-PretrainLoop::PretrainLoop(const PretrainConfig& config, Logger& logger)
-    : config_(config),
-      logger_(logger),
-      device_(config.train.device == TrainDevice::kGpu ? at::Device(at::kCUDA, 0) : at::Device(at::kCPU)) {
-  model_config_text_ = read_text_file(config.model.config, ExitCode::kUsage);
-  model_ = open_model(Json::parse(model_config_text_, config.model.config, ExitCode::kUsage));
-  const ModelShape& shape = model_->shape();
-  check_model_fits(config_, shape);
-  resolve_mesh(config_, 1);
-  set_cpu_threads(config.train.cpu_threads, 1);
-  at::globalContext().setDeterministicAlgorithms(config.train.deterministic, false);
-  open_data();
+PretrainLoop::PretrainLoop(const PretrainConfig& config, Bootstrap& bootstrap, RunRecords& records, Logger& logger)
+    : config_(config), bootstrap_(bootstrap), records_(records), logger_(logger), device_(at::kCPU) {
+  if (config.train.device == TrainDevice::kGpu) device_ = use_gpu(bootstrap.local_rank());
+  run_together(bootstrap, [&] { open_inputs(); });
+  check_same_on_all_ranks(bootstrap, "the run's config", to_toml(config_) + model_config_text_ + fingerprint());
   open_run_folder();
+  make_links();
+  make_engine();
+  load_initial_state();
+  if (mesh_.rank != 0) return;
+  write_text_file_atomically(config_.log.dir + "/run.toml", to_toml(config_));
+  metrics_.emplace(config.log.dir, step_);
+}
 
+void PretrainLoop::open_inputs() {
+  model_config_text_ = read_text_file(config_.model.config, ExitCode::kUsage);
+  model_ = open_model(Json::parse(model_config_text_, config_.model.config, ExitCode::kUsage));
+  resolve_mesh(config_, bootstrap_.size());
+  check_model_fits(config_, model_->shape());
+  const PretrainConfig::MeshSizes& sizes = config_.mesh;
+  mesh_ = Mesh({sizes.pp, sizes.dp, sizes.cp, sizes.ep, sizes.replicate}, bootstrap_.rank());
+  set_cpu_threads(config_.train.cpu_threads, bootstrap_.ranks_on_host());
+  at::globalContext().setDeterministicAlgorithms(config_.train.deterministic, false);
+  open_data();
+}
+
+// What must be the same on every rank, though each reads it from its own disk.
+std::string PretrainLoop::fingerprint() const { return loader_->fingerprint(); }
+
+// Folders and lock are rank 0's; each rank has its own log.
+void PretrainLoop::open_run_folder() {
+  run_together(bootstrap_, [&] {
+    if (mesh_.rank != 0) return;
+    std::filesystem::create_directories(config_.log.dir);
+    lock_.emplace(config_.log.dir + "/lock", Fix("wait for the other run, or give this one another log.dir"));
+    std::filesystem::create_directories(config_.checkpoint.dir);  // now, not after hours
+  });
+  logger_.open_file(fmt::format("{}/log-rank-{:04}.txt", config_.log.dir, mesh_.rank));
+}
+
+void PretrainLoop::make_links() {
+  if (bootstrap_.size() > 1) {
+    records_.open(config_.log.dir, bootstrap_, mesh_.text(), config_.log.watchdog_seconds);
+  }
+  CommunicatorOptions options;
+  options.device = device_;
+  options.records = &records_;
+  links_ = make_mesh_communicators(mesh_, bootstrap_, options);
+
+  parts_.pipeline = {config_.mesh.schedule, mesh_.shape.pp};
+  parts_.pipeline_rank = mesh_.p;
+  parts_.chunk_layers = place_layers(parts_.pipeline, model_costs(*model_, config_.data.seq_len));
+  parts_.to_next = links_.to_next.get();
+  parts_.from_previous = links_.from_previous.get();
+  parts_.to_previous = links_.to_previous.get();
+  parts_.from_next = links_.from_next.get();
+  parts_.experts = links_.expert.get();
+  parts_.context = links_.context.get();
+}
+
+void PretrainLoop::make_engine() {
+  const ModelShape& shape = model_->shape();
   ParameterStore::Options store;
   store.device = device_;
-  store.working_dtype = scalar_type(config.train.dtype);
-  store.state_dtype = scalar_type(config.optimizer.state_dtype);
-  store.muon = config.optimizer.name == OptimizerName::kMuon;
-  check_memory(store, *model_);
-  store_.emplace(store);
-  add_model_parameters(*model_, *store_);
-  optimizer_.emplace(*store_, config.optimizer);
+  store.working_dtype = scalar_type(config_.train.dtype);
+  store.state_dtype = scalar_type(config_.optimizer.state_dtype);
+  store.muon = config_.optimizer.name == OptimizerName::kMuon;
+  store.by_layer = config_.mesh.shard == ShardMode::kLayer;
+  store.place(mesh_);
+  store.dense.communicator = links_.dense_shard.get();
+  store.experts.communicator = links_.expert_shard.get();
+  store.replicas.communicator = links_.replica.get();
+  run_together(bootstrap_, [&] {
+    check_memory(store, *model_, parts_, bootstrap_.ranks_on_host());
+    store_.emplace(store);
+    add_model_parameters(*model_, parts_, *store_);
+  });
+  optimizer_.emplace(*store_, config_.optimizer, links_.world.get());
 
   BalanceTracker::Options balance;
-  balance.mode = config.router.balance;
-  balance.coef = balance_coefficient(config, shape);
-  balance.z_loss = config.router.z_loss;
+  balance.mode = config_.router.balance;
+  balance.coef = balance_coefficient(config_, shape);
+  balance.z_loss = config_.router.z_loss;
   balance.layers = shape.layers;
   balance.experts = shape.experts;
   balance.top_k = shape.top_k;
+  balance.context = links_.context.get();
+  balance.world = links_.world.get();
   tracker_.emplace(balance, device_);
 
   Executor::Options executor;
-  executor.recompute_layers = config.train.recompute == Recompute::kLayer;
-  executor.forced_routing = config.router.forced;
-  executor.deterministic = config.train.deterministic;
-  executor_.emplace(*model_, store_->table(), &*tracker_, device_, executor);
+  executor.recompute_layers = config_.train.recompute == Recompute::kLayer;
+  executor.forced_routing = config_.router.forced;
+  executor.deterministic = config_.train.deterministic;
+  executor.overlap = config_.train.overlap;
+  executor_.emplace(*model_, parts_, *store_, &*tracker_, executor);
 
   CheckpointWriterOptions writer;
-  writer.dir = config.checkpoint.dir;
-  writer.keep = config.checkpoint.keep;
-  writer.async = config.checkpoint.async;
-  writer.state_dtype = scalar_type(config.optimizer.state_dtype);
-  checkpoints_.emplace(writer, checkpoint_tensors(all_parameter_specs(*model_), config.optimizer.name), logger);
-  load_initial_state();
-  write_text_file_atomically(config_.log.dir + "/run.toml", to_toml(config_));
-  metrics_.emplace(config.log.dir, step_);
+  writer.dir = config_.checkpoint.dir;
+  writer.keep = config_.checkpoint.keep;
+  writer.async = config_.checkpoint.async;
+  writer.rank = mesh_.rank;
+  writer.ranks = mesh_.shape.world();
+  writer.ranks_on_host = bootstrap_.ranks_on_host();
+  writer.run = bootstrap_.broadcast(fmt::format("{:x}", std::random_device()()), 0);
+  writer.timeout_seconds = config_.log.watchdog_seconds;
+  writer.state_dtype = scalar_type(config_.optimizer.state_dtype);
+  checkpoints_.emplace(writer, checkpoint_tensors(all_parameter_specs(*model_), config_.optimizer.name), logger_);
 }
 
 void PretrainLoop::open_data() {
@@ -165,32 +229,37 @@ void PretrainLoop::describe_data() {
   tokenizer_files_ = read_tokenizer_files(folder.empty() ? "." : folder);
 }
 
-void PretrainLoop::open_run_folder() {
-  std::filesystem::create_directories(config_.log.dir);
-  lock_.emplace(config_.log.dir + "/lock", Fix("wait for the other run, or give this one another log.dir"));
-  logger_.open_file(config_.log.dir + "/log-rank-0000.txt");
-  std::filesystem::create_directories(config_.checkpoint.dir);  // now, not after hours
-}
-
 void PretrainLoop::load_initial_state() {
-  if (config_.checkpoint.resume) {
-    if (const auto checkpoint = newest_checkpoint(config_.checkpoint.dir, logger_)) {
-      resume_from(*checkpoint);
-      return;
-    }
-    MARROW_CHECK(step_folders(config_.checkpoint.dir).empty(), ExitCode::kBadInput,
-                 Fix("repair or remove the checkpoints, or set log.dir to a new folder"),
-                 "no checkpoint in {} can be used", config_.checkpoint.dir);
-  } else {
-    MARROW_CHECK(step_folders(config_.checkpoint.dir).empty(), ExitCode::kUsage,
-                 Fix("set log.dir and checkpoint.dir to new folders, or remove the old checkpoints"),
-                 "checkpoint.resume is false, but {} holds checkpoints of an earlier run", config_.checkpoint.dir);
-  }
-  if (config_.model.init_from.empty()) {
+  if (const auto checkpoint = checkpoint_to_resume()) {
+    resume_from(*checkpoint);
+  } else if (config_.model.init_from.empty()) {
     store_->initialize(config_.train.seed);
   } else {
     initialize_from(config_.model.init_from);
   }
+}
+
+// The newest that every rank finds sound; each looks at a part of the files.
+std::optional<Checkpoint> PretrainLoop::checkpoint_to_resume() {
+  const std::string& dir = config_.checkpoint.dir;
+  ContentCheck check;
+  check.rank = mesh_.rank;
+  check.ranks = bootstrap_.size();
+  check.all_agree = [&](bool sound) {
+    const std::vector<std::string> votes = bootstrap_.all_gather(sound ? "sound" : "");
+    return std::ranges::count(votes, "") == 0;
+  };
+  std::optional<Checkpoint> newest;
+  if (config_.checkpoint.resume) newest = newest_checkpoint(dir, logger_, check);
+  run_together(bootstrap_, [&] {
+    MARROW_CHECK(newest || !config_.checkpoint.resume || step_folders(dir).empty(), ExitCode::kBadInput,
+                 Fix("repair or remove the checkpoints, or set log.dir to a new folder"),
+                 "no checkpoint in {} can be used", dir);
+    MARROW_CHECK(newest || step_folders(dir).empty(), ExitCode::kUsage,
+                 Fix("set log.dir and checkpoint.dir to new folders, or remove the old checkpoints"),
+                 "checkpoint.resume is false, but {} holds checkpoints of an earlier run", dir);
+  });
+  return newest;
 }
 
 void PretrainLoop::resume_from(const Checkpoint& checkpoint) {
@@ -248,10 +317,9 @@ void PretrainLoop::with_step(int64_t step, Body body) {
     error.add_who(fmt::format("step {}", step));
     throw;
   } catch (const c10::OutOfMemoryError& error) {
-    const int64_t fixed = store_->elements();
     Error ours(ExitCode::kDeviceFault,
                fmt::format("out of memory on {}: {}, activations of {} tokens in {} layers the rest; {}", device_.str(),
-                           memory_breakdown(store_->options(), fixed), config_.train.micro_batch * config_.data.seq_len,
+                           memory_breakdown(*store_), config_.train.micro_batch * config_.data.seq_len,
                            model_->shape().layers, error.what_without_backtrace()),
                Fix("lower train.micro_batch or data.seq_len, set train.recompute = \"layer\" or "
                    "optimizer.state_dtype = \"bf16\""),
@@ -261,13 +329,14 @@ void PretrainLoop::with_step(int64_t step, Body body) {
 }
 
 int64_t PretrainLoop::run(StopSignal& stop) {
+  stop_ = &stop;
   last_report_ = std::chrono::steady_clock::now();
   std::optional<PendingStep> pending;
   const auto settle = [&] {
     if (pending) with_step(pending->step, [&] { report(std::move(*pending)); });
     pending.reset();
   };
-  while (step_ < config_.train.steps && !stop.requested()) {
+  while (step_ < config_.train.steps && !stopping_) {
     const int64_t step = step_ + 1;
     std::optional<PendingStep> launched;
     with_step(step, [&] {
@@ -305,44 +374,54 @@ void PretrainLoop::save_trace(StepTrace& trace, int64_t step, PendingStep& launc
   logger_.info(fmt::format("step {}: trace in {}", step, path));
 }
 
-PretrainLoop::PendingStep PretrainLoop::launch_step(int64_t step) {
-  const int64_t micro_batch = config_.train.micro_batch;
-  const int64_t sequences = config_.train.global_batch;
-  std::vector<SequenceBatch> batches;
-  int64_t targets = 0;
-  for (int64_t first = 0; first < sequences; first += micro_batch) {
-    batches.push_back(loader_->load(consumed_sequences_ + first, micro_batch));
-    targets += std::count_if(batches.back().targets.begin(), batches.back().targets.end(),
-                             [](int32_t target) { return target >= 0; });
-  }
-  if (targets == 0) logger_.warn(fmt::format("step {}: no target in the whole batch", step));
-  const double gradient_scale = targets > 0 ? 1.0 / static_cast<double>(targets) : 0.0;
+// Sequences of this rank's micro-batch j of a step: (j·D + q)·micro_batch + i.
+MicroBatch PretrainLoop::load_micro_batch(int64_t index) const {
+  const int64_t size = config_.train.micro_batch;
+  const int64_t first = (index * mesh_.data_ranks() + mesh_.data_rank()) * size;
+  return to_micro_batch(loader_->load(consumed_sequences_ + first, size), config_.data.mask_documents, mesh_, device_);
+}
 
-  const at::Tensor loss_sum = at::zeros({1}, at::TensorOptions().device(device_).dtype(at::kDouble));
-  tracker_->begin_step({sequences * config_.data.seq_len, sequences, static_cast<int64_t>(batches.size())});
-  for (size_t i = 0; i < batches.size(); ++i) {
-    const SequenceBatch& batch = batches[i];
-    try {
-      executor_->train(make_micro_batch(batch.tokens, batch.targets, batch.document_start, batch.sequences,
-                                        batch.seq_len, config_.data.mask_documents, device_),
-                       gradient_scale, loss_sum);
-    } catch (Error& error) {
-      error.add_who(fmt::format("micro-batch {}", i));
-      throw;
-    }
+// N, of all ranks' sequences. Without document masks every token has a target.
+int64_t PretrainLoop::count_targets() const {
+  const int64_t sequences = config_.train.global_batch;
+  if (!config_.data.mask_documents) return sequences * config_.data.seq_len;
+  int64_t targets = 0;
+  for (int64_t i = 0; i < sequences; ++i) {
+    const SequenceBatch batch = loader_->load(consumed_sequences_ + i, 1);
+    targets += std::ranges::count_if(batch.targets, [](int32_t target) { return target >= 0; });
   }
+  return targets;
+}
+
+PretrainLoop::PendingStep PretrainLoop::launch_step(int64_t step) {
+  const int64_t sequences = config_.train.global_batch;
+  const int64_t micro_batches = sequences / (config_.train.micro_batch * mesh_.data_ranks());  // of this rank
+  const int64_t targets = count_targets();
+  if (targets == 0) logger_.warn(fmt::format("step {}: no target in the whole batch", step));
+  records_.set_step(step);
+
+  const auto fp64 = at::TensorOptions().device(device_).dtype(at::kDouble);
+  const at::Tensor loss_sum = at::zeros({1}, fp64), stop = at::full({1}, stop_->requested() ? 1.0 : 0.0, fp64);
+  if (links_.world) links_.world->all_reduce(stop).wait();
+  tracker_->begin_step({sequences * config_.data.seq_len, sequences, micro_batches * mesh_.data_ranks()});
+  executor_->train(
+      micro_batches, [&](int64_t index) { return load_micro_batch(index); },
+      targets > 0 ? 1.0 / static_cast<double>(targets) : 0.0, loss_sum);
+  store_->sum_replicas();
   tracker_->end_step();
   const double rate = learning_rate(config_.optimizer, step, config_.train.steps);
   optimizer_->step(rate, step, loss_sum);
   step_ = step;
   consumed_sequences_ += sequences;
-  const at::Tensor numbers = at::cat({loss_sum, optimizer_->grad_norm(), tracker_->losses().to(at::kDouble),
+  const at::Tensor numbers = at::cat({stop, loss_sum, optimizer_->grad_norm(), tracker_->losses().to(at::kDouble),
                                       tracker_->load_max_over_mean().to(at::kDouble)});
   return {step, targets, rate, DeferredValues(numbers)};
 }
 
 void PretrainLoop::report(PendingStep pending) {
-  const std::vector<double> values = pending.values.values();
+  const std::vector<double> all = pending.values.values();
+  stopping_ = all[0] > 0;  // the same on all ranks, since it was summed in the same step
+  const std::span values = std::span(all).subspan(1);
   const auto now = std::chrono::steady_clock::now();
   const int64_t layers = model_->shape().layers;
   StepMetrics metrics;
@@ -360,8 +439,8 @@ void PretrainLoop::report(PendingStep pending) {
   metrics.mfu = device_.is_cuda() ? metrics.tflops_per_gpu / kHopperPeakTflops : std::nan("");
   metrics.peak_memory_bytes = peak_memory_bytes(device_);
   last_report_ = now;
-  metrics_->write(metrics);
-  if (pending.step % config_.log.every == 0) {
+  if (metrics_) metrics_->write(metrics);
+  if (metrics_ && pending.step % config_.log.every == 0) {
     logger_.progress(console_line(metrics, config_.train.steps));
   }
   check_finite(pending.step, metrics.loss, metrics.grad_norm);
@@ -388,12 +467,12 @@ void PretrainLoop::validate(int64_t step) {
     sizes.sequences = std::min(config_.data.validate_sequences, loader.samples_per_epoch());
     sizes.micro_batch = config_.train.micro_batch;
     sizes.mask_documents = config_.data.mask_documents;
-    const EvaluationResult result = evaluate_corpus(*executor_, loader, device_, sizes);
+    const EvaluationResult result = evaluate_corpus(*executor_, loader, device_, sizes, mesh_, links_.world.get());
     loss += result.loss * static_cast<double>(result.targets);
     targets += result.targets;
   }
   loss /= static_cast<double>(targets);
-  metrics_->write_validation(step, loss);
+  if (metrics_) metrics_->write_validation(step, loss);
   logger_.info(fmt::format("step {}: validation loss {:.4f}", step, loss));
   last_report_ = std::chrono::steady_clock::now();
 }
@@ -401,7 +480,7 @@ void PretrainLoop::validate(int64_t step) {
 void PretrainLoop::save(int64_t step) {
   CheckpointContent content;
   content.state = trainer_state();
-  content.ranges = store_->owned_ranges();
+  if (store_->options().replicas.index == 0) content.ranges = store_->owned_ranges();
   content.router_state = {{"previous_counts", tracker_->previous_counts().cpu()}, {"bias", tracker_->bias().cpu()}};
   content.side_files = tokenizer_files_;
   content.side_files.push_back({"config.json", model_config_text_});

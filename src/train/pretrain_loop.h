@@ -4,7 +4,9 @@
 #include "base/stop_signal.h"
 #include "data/batch_loader.h"
 #include "ops/device.h"
+#include "parallel/mesh_communicators.h"
 #include "parallel/parameter_store.h"
+#include "parallel/transfer_record.h"
 #include "pipeline/executor.h"
 #include "train/checkpoint.h"
 #include "train/metrics.h"
@@ -17,12 +19,13 @@ class StepTrace;
 
 class PretrainLoop {
  public:
-  // Opens model, corpora and the run folder, and loads the newest checkpoint or initial values.
-  // `logger` outlives the loop.
-  PretrainLoop(const PretrainConfig& config, Logger& logger);
+  // Opens model, corpora and the run folder, and loads the newest checkpoint or initial values. Every
+  // rank of the run constructs one. What it is given outlives the loop; it opens `records` where ranks are many.
+  PretrainLoop(const PretrainConfig& config, Bootstrap& bootstrap, RunRecords& records, Logger& logger);
 
-  // Trains up to config.train.steps, or until `stop` asks; then saves. Returns the last step.
+  // Trains up to config.train.steps, or until `stop` asks on any rank; then saves. Returns the last step.
   int64_t run(StopSignal& stop);
+  bool stopped() const { return stopping_; }  // before the last step, since `stop` asked
 
  private:
   // A step whose numbers are still on their way from the device.
@@ -33,14 +36,21 @@ class PretrainLoop {
     DeferredValues values;  // Σ loss, gradient norm, balance losses, expert loads
   };
 
-  void open_run_folder();
+  void open_inputs();
   void open_data();
+  std::string fingerprint() const;
+  void open_run_folder();
+  void make_links();
+  void make_engine();
   void describe_data();
   void load_initial_state();
+  std::optional<Checkpoint> checkpoint_to_resume();
   void resume_from(const Checkpoint& checkpoint);
   void initialize_from(const std::string& path);
   TrainerState trainer_state() const;
 
+  MicroBatch load_micro_batch(int64_t index) const;
+  int64_t count_targets() const;
   PendingStep launch_step(int64_t step);
   void save_trace(StepTrace& trace, int64_t step, PendingStep& launched);
   void report(PendingStep pending);
@@ -51,7 +61,10 @@ class PretrainLoop {
   void with_step(int64_t step, Body body);
 
   PretrainConfig config_;
+  Bootstrap& bootstrap_;
+  RunRecords& records_;
   Logger& logger_;
+  Mesh mesh_;
   std::string model_config_text_;
   std::unique_ptr<MoeModel> model_;
   at::Device device_;
@@ -60,6 +73,8 @@ class PretrainLoop {
   TrainerState data_state_;  // its fields that describe the data
   std::vector<SideFile> tokenizer_files_;
   std::vector<BatchLoader> validation_;
+  MeshCommunicators links_;
+  ModelParts parts_;
   std::optional<ParameterStore> store_;
   std::optional<BalanceTracker> tracker_;
   std::optional<Executor> executor_;
@@ -71,6 +86,8 @@ class PretrainLoop {
   int64_t consumed_sequences_ = 0;  // by those steps
   int64_t skipped_steps_ = 0;
   int64_t saved_step_ = -1;
+  StopSignal* stop_ = nullptr;
+  bool stopping_ = false;
   std::chrono::steady_clock::time_point last_report_;
 };
 

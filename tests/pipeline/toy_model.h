@@ -36,11 +36,11 @@ class ToyModel {
             open_model(Json::parse(toy_config(options.layers, options.tied, options.top_k), "toy", ExitCode::kUsage))),
         store_({}),
         tracker_({options.balance, options.coef, options.z_loss, options.layers, 8, options.top_k}, at::kCPU) {
-    add_model_parameters(*model_, store_);
+    add_model_parameters(*model_, {}, store_);
     store_.initialize(options.seed);
     Executor::Options executor;
     executor.recompute_layers = options.recompute;
-    executor_.emplace(*model_, store_.table(), &tracker_, at::kCPU, executor);
+    executor_.emplace(*model_, ModelParts{}, store_, &tracker_, executor);
   }
 
   // One accumulation over `sequences` (tokens and targets [B][S]) in micro-batches; gradients stay
@@ -55,17 +55,16 @@ class ToyModel {
     }
     const at::Tensor sum = at::zeros({1}, at::kDouble);
     tracker_.begin_step({sequences * length, sequences, sequences / micro_batch});
-    for (int64_t first = 0; first < sequences; first += micro_batch) {
+    const auto load = [&](int64_t index) {
       std::vector<int32_t> flat_tokens, flat_targets;
-      for (int64_t s = first; s < first + micro_batch; ++s) {
+      for (int64_t s = index * micro_batch; s < (index + 1) * micro_batch; ++s) {
         flat_tokens.insert(flat_tokens.end(), tokens[s].begin(), tokens[s].end());
         flat_targets.insert(flat_targets.end(), targets[s].begin(), targets[s].end());
       }
       const std::vector<int32_t> starts(flat_tokens.size(), 0);
-      const double scale = valid > 0 ? loss_weight / static_cast<double>(valid) : 0.0;
-      executor_->train(make_micro_batch(flat_tokens, flat_targets, starts, micro_batch, length, false, at::kCPU), scale,
-                       sum);
-    }
+      return make_micro_batch(flat_tokens, flat_targets, starts, micro_batch, length, false, at::kCPU);
+    };
+    executor_->train(sequences / micro_batch, load, valid > 0 ? loss_weight / static_cast<double>(valid) : 0.0, sum);
     tracker_.end_step();
     return valid > 0 ? sum.item<double>() / static_cast<double>(valid) : 0.0;
   }

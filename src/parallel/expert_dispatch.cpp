@@ -1,0 +1,136 @@
+#include "parallel/expert_dispatch.h"
+
+#include <numeric>
+#include <tuple>
+
+#include "ops/expert_permutation.h"
+#include "ops/rows.h"
+
+namespace marrow {
+namespace {
+
+int64_t total(const std::vector<int64_t>& counts) { return std::accumulate(counts.begin(), counts.end(), int64_t{0}); }
+
+}  // namespace
+
+void ExpertDispatch::plan(const at::Tensor& choices) {
+  const at::NoGradGuard no_grad;
+  choices_ = choices;
+  group_->size() == 2 ? plan_whole() : plan_counted();
+}
+
+// Row r·T + t is token t's for rank r.
+void ExpertDispatch::plan_whole() {
+  const int64_t tokens = choices_.size(0);
+  const at::Tensor token = at::arange(tokens, choices_.options());
+  map_ = {token.repeat({2}), at::stack({token, token + tokens}, 1)};
+  row_of_pair_ = choices_.div(experts_ / 2, "floor").mul_(tokens).add_(token.unsqueeze(1));
+  sent_ = received_ = {tokens, tokens};
+  expert_rows_ = 2 * choices_.numel();
+}
+
+// A row for each (token, rank) that has a pair, sorted by rank, then by token.
+void ExpertDispatch::plan_counted() {
+  const int64_t ranks = group_->size(), top_k = choices_.size(1);
+  const at::Tensor rank = choices_.div(experts_ / ranks, "floor");
+  // A pair travels in the row of its token's first pair of the same rank.
+  const at::Tensor same = rank.unsqueeze(2).eq(rank.unsqueeze(1)).tril_();  // [T, k, k]: pair, earlier pair
+  const at::Tensor first = same.to(at::kByte).argmax(2);                    // [T, k]
+  const at::Tensor carried = first.ne(at::arange(top_k, first.options()));
+  const ExpertPermutation rows = expert_permutation(rank.masked_fill(carried, -1), ranks);
+  map_ = rows.map;
+  row_of_pair_ = map_.rows_of_source.gather(1, first);
+  const at::Tensor ends = at::cat({at::zeros({1}, rows.offsets.options()), rows.offsets});
+  const at::Tensor pairs =
+      at::zeros({ranks}, rank.options()).index_add_(0, rank.flatten(), at::ones_like(rank).flatten());
+  const at::Tensor to_each = at::stack({at::diff(ends), pairs}, 1), from_each = at::empty_like(to_each);
+  const std::vector<int64_t> one(ranks, 1);
+  group_->all_to_all(to_each, one, from_each, one).wait();
+  counts_.emplace(at::cat({to_each, from_each}));
+}
+
+void ExpertDispatch::await_counts() {
+  if (!counts_) return;
+  const std::vector<double> counts = counts_->values();
+  counts_.reset();
+  const auto ranks = static_cast<size_t>(group_->size());
+  for (size_t r = 0; r < ranks; ++r) {
+    sent_.push_back(static_cast<int64_t>(counts[2 * r]));
+    received_.push_back(static_cast<int64_t>(counts[2 * (ranks + r)]));
+    expert_rows_ += static_cast<int64_t>(counts[2 * (ranks + r) + 1]);
+  }
+}
+
+void ExpertDispatch::start(const at::Tensor& rows, bool back) {
+  const auto& [from, to] = back ? std::tie(received_, sent_) : std::tie(sent_, received_);
+  std::vector<int64_t> shape = rows.sizes().vec();
+  shape[0] = total(to);
+  const at::Tensor arriving = at::empty(shape, rows.options());
+  keep(group_->all_to_all(rows.contiguous(), from, arriving, to), arriving);
+}
+
+void ExpertDispatch::keep(PendingTransfer transfer, const at::Tensor& arriving) {
+  if (!overlap_) transfer.wait();
+  moves_.emplace_back(std::move(transfer), arriving);
+}
+
+at::Tensor ExpertDispatch::finish() {
+  auto [transfer, arrived] = std::move(moves_.front());
+  moves_.pop_front();
+  transfer.wait();
+  return arrived;
+}
+
+void ExpertDispatch::start_dispatch(const at::Tensor& tokens, const at::Tensor& weights) {
+  const at::NoGradGuard no_grad;
+  await_counts();
+  // What a row says of its pairs: experts, then weights; one transfer for both.
+  const at::Tensor pairs = at::cat({choices_, weights.contiguous().view(at::kInt)}, 1);
+  if (group_->size() > 2) {
+    const int64_t rows = total(sent_);
+    start(gather_rows(tokens, map_, rows), false);
+    start(pairs.index_select(0, map_.source_of_row.narrow(0, 0, rows)), false);
+    return;
+  }
+  const int64_t count = tokens.size(0), bounds[] = {0, count, 2 * count};
+  for (const at::Tensor& values : {tokens, pairs}) {
+    const at::Tensor both = at::empty({2 * count, values.size(1)}, values.options());
+    both.narrow(0, group_->rank() * count, count).copy_(values);
+    const int64_t width = values.size(1), ends[] = {0, bounds[1] * width, bounds[2] * width};
+    keep(group_->all_gather(both.view(-1), ends), both);
+  }
+}
+
+DispatchedTokens ExpertDispatch::finish_dispatch() {
+  DispatchedTokens out;
+  out.rows = finish();
+  const at::Tensor pairs = finish();
+  const int64_t top_k = choices_.size(1);
+  out.experts = pairs.narrow(1, 0, top_k).sub(group_->rank() * (experts_ / group_->size()));
+  out.weights = pairs.narrow(1, top_k, top_k).contiguous().view(at::kFloat);
+  out.expert_rows = expert_rows_;
+  return out;
+}
+
+void ExpertDispatch::start_combine(const at::Tensor& rows) { start(rows, true); }
+at::Tensor ExpertDispatch::finish_combine() { return finish(); }
+void ExpertDispatch::start_combine_backward(const at::Tensor& d_rows) { start(d_rows, false); }
+at::Tensor ExpertDispatch::finish_combine_backward() { return finish(); }
+
+void ExpertDispatch::start_dispatch_backward(const at::Tensor& d_rows, const at::Tensor& d_weights) {
+  start(d_rows, true);
+  start(d_weights, true);
+}
+
+std::pair<at::Tensor, at::Tensor> ExpertDispatch::finish_dispatch_backward(const at::Tensor& d_tokens) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor d_rows = finish(), d_weights = finish();
+  const int64_t top_k = choices_.size(1);
+  const at::Tensor slot = row_of_pair_.to(at::kLong).mul_(top_k).add_(
+      at::arange(top_k, at::TensorOptions(choices_.device()).dtype(at::kLong)));
+  return {sum_rows(d_rows, map_, d_tokens), d_weights.flatten().take(slot)};
+}
+
+int64_t ExpertDispatch::rows_sent() const { return total(sent_) - sent_[static_cast<size_t>(group_->rank())]; }
+
+}  // namespace marrow
