@@ -92,26 +92,28 @@ void accumulate(const Tensor& grad, const Tensor& dy, const Tensor& rows, const 
   }
 }
 
-class GroupedLinear : public torch::autograd::Function<GroupedLinear> {
- public:
-  static Tensor forward(AutogradContext* ctx, const Tensor& rows, const Parameter& weight, const Tensor& offsets,
-                        WeightGradQueue* queue) {
-    ctx->save_for_backward({rows, weight.value, offsets});
-    ctx->saved_data["grad"] = weight.grad;  // changes in place before the backward
-    ctx->saved_data["queue"] = reinterpret_cast<int64_t>(queue);
-    return multiply_rows(rows, weight.value, offsets, true);
+struct GroupedLinearState {
+  Parameter weight;  // of which value and gradient may come and go between forward and backward
+  WeightGradQueue* queue;
+};
+
+struct GroupedLinear : torch::autograd::Function<GroupedLinear> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& rows, const Tensor& offsets,
+                        const GroupedLinearState& state) {
+    ctx->save_for_backward({rows, offsets});
+    save_state(ctx, state);
+    return multiply_rows(rows, state.weight.value, offsets, true);
   }
 
-  static variable_list backward(AutogradContext* ctx, variable_list d_out) {
-    const auto saved = ctx->get_saved_variables();
-    const Tensor &rows = saved[0], &weight = saved[1], &offsets = saved[2];
-    const Tensor grad = ctx->saved_data["grad"].toTensor();
+  static variable_list backward(AutogradContext* ctx, const variable_list& d_out) {
+    const auto& state = saved_state<GroupedLinearState>(ctx);
+    const variable_list saved = ctx->get_saved_variables();
+    const Tensor &rows = saved[0], &offsets = saved[1], &grad = state.weight.grad;
     const Tensor dy = d_out[0].contiguous();
     if (grad.defined() && rows.size(0) > 0) {
-      auto* queue = reinterpret_cast<WeightGradQueue*>(ctx->saved_data["queue"].toInt());
-      queue->push([=] { accumulate(grad, dy, rows, offsets); });
+      state.queue->push([=] { accumulate(grad, dy, rows, offsets); });
     }
-    return {multiply_rows(dy, weight, offsets, false), {}, {}, {}};
+    return {multiply_rows(dy, state.weight.value, offsets, false), {}, {}};
   }
 };
 
@@ -127,7 +129,7 @@ Tensor grouped_linear(const Tensor& rows, const Parameter& weight, const Tensor&
                Fix("choose hidden and intermediate sizes divisible by 8, or set train.dtype = "
                    "\"fp32\""),
                "{}: the grouped bf16 product needs sizes divisible by 8, not [{}, {}]", weight.name, n, k);
-  return GroupedLinear::apply(rows, weight, offsets, &queue);
+  return GroupedLinear::apply(rows, offsets, GroupedLinearState{weight, &queue});
 }
 
 }  // namespace marrow

@@ -40,7 +40,7 @@ LinearCrossEntropy run_cpu(const Tensor& x, const Parameter& weight, const Tenso
                "target {} of token {} is outside the vocabulary of {}", *bad, bad - target, vocabulary);
   LinearCrossEntropy result{at::zeros({1}, xf.options()), {}};
   if (with_gradient) result.d_x = at::empty(xf.sizes(), xf.options());
-  float *dx = floats(result.d_x), *dw = floats(weight.grad);
+  float *dx = floats(result.d_x), *dw = with_gradient ? floats(weight.grad) : nullptr;
   const float scale = static_cast<float>(gradient_scale);
   const int64_t chunk = std::min(tokens, std::max<int64_t>(kCpuRows / 2, kCpuLogits / vocabulary));
   const Tensor buffer = at::empty({chunk, vocabulary}, xf.options());

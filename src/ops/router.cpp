@@ -8,7 +8,7 @@ namespace {
 
 struct RouterState {
   RouterShape shape;
-  Tensor weight_grad;     // changes in place before the backward
+  Parameter weight;       // of which value and gradient may come and go between forward and backward
   Tensor selection_bias;  // may be undefined
   std::shared_ptr<RouterBalance> balance;
   WeightGradQueue* queue;
@@ -86,9 +86,9 @@ Tensor differentiate_cpu(const RouterShape& shape, const BackwardInputs& in) {
 
 Tensor backward_cpu(const RouterState& state, const BackwardInputs& in) {
   const Tensor d_logits = differentiate_cpu(state.shape, in);
-  if (state.weight_grad.defined()) {
+  if (state.weight.grad.defined()) {
     state.queue->push(
-        [grad = state.weight_grad, d_logits, x = in.x.detach()] { accumulate_weight_grad(grad, d_logits, x); });
+        [grad = state.weight.grad, d_logits, x = in.x.detach()] { accumulate_weight_grad(grad, d_logits, x); });
   }
   return at::mm(d_logits, in.weight.to(at::kFloat)).to(in.x.scalar_type());
 }
@@ -100,8 +100,8 @@ Tensor backward_gpu(const RouterState& state, const BackwardInputs& in) {
   const Tensor d_logits = at::empty({shape.tokens, shape.experts * parts}, in.x.options());
   MARROW_CUDA_CALL(router_backward_cuda(shape, in.probabilities, in.lse, in.experts, in.weights, in.d_weights,
                                         in.balance_gradient, in.z_loss_gradient, d_logits));
-  if (state.weight_grad.defined()) {
-    state.queue->push([grad = state.weight_grad, d_logits, x = in.x.detach(), parts] {
+  if (state.weight.grad.defined()) {
+    state.queue->push([grad = state.weight.grad, d_logits, x = in.x.detach(), parts] {
       for (const Tensor& part : d_logits.chunk(parts, 1)) accumulate_weight_grad(grad, part, x);
     });
   }
@@ -109,10 +109,10 @@ Tensor backward_gpu(const RouterState& state, const BackwardInputs& in) {
 }
 
 struct RouterFunction : torch::autograd::Function<RouterFunction> {
-  static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const RouterState& state) {
+  static variable_list forward(AutogradContext* ctx, const Tensor& x, const RouterState& state) {
     const auto route = x.is_cuda() ? route_gpu : route_cpu;
-    const auto [out, probabilities, lse] = route(x, weight, state.selection_bias, state.shape);
-    ctx->save_for_backward({x, weight, probabilities, lse, out.experts, out.weights});
+    const auto [out, probabilities, lse] = route(x, state.weight.value, state.selection_bias, state.shape);
+    ctx->save_for_backward({x, probabilities, lse, out.experts, out.weights});
     save_state(ctx, state);
     ctx->set_materialize_grads(false);
     ctx->mark_non_differentiable({out.experts, out.counts, out.probability_sums, out.z_sum});
@@ -122,7 +122,7 @@ struct RouterFunction : torch::autograd::Function<RouterFunction> {
   static variable_list backward(AutogradContext* ctx, const variable_list& d_out) {
     const auto& state = saved_state<RouterState>(ctx);
     const variable_list saved = ctx->get_saved_variables();
-    BackwardInputs in{saved[0], saved[1], saved[2], saved[3], saved[4], saved[5], {}, {}, 0.0f};
+    BackwardInputs in{saved[0], state.weight.value, saved[1], saved[2], saved[3], saved[4], {}, {}, 0.0f};
     if (d_out[1].defined()) in.d_weights = d_out[1].contiguous();
     if (state.balance != nullptr) {
       in.z_loss_gradient = static_cast<float>(state.balance->z_loss_gradient);
@@ -132,7 +132,7 @@ struct RouterFunction : torch::autograd::Function<RouterFunction> {
                      {state.shape.groups, state.shape.experts});
       }
     }
-    return {in.x.is_cuda() ? backward_gpu(state, in) : backward_cpu(state, in), {}, {}};
+    return {in.x.is_cuda() ? backward_gpu(state, in) : backward_cpu(state, in), {}};
   }
 };
 
@@ -160,8 +160,7 @@ RouterOutput router(const Tensor& x, const Parameter& weight, const Tensor& sele
                           options.normalize,
                           options.forced,
                           static_cast<float>(options.scale)};
-  const auto out =
-      RouterFunction::apply(x, w.detach(), RouterState{shape, weight.grad, selection_bias, std::move(balance), &queue});
+  const auto out = RouterFunction::apply(x, RouterState{shape, weight, selection_bias, std::move(balance), &queue});
   return {out[0], out[1], out[2], out[3], out[4]};
 }
 

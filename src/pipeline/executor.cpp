@@ -6,9 +6,6 @@
 namespace marrow {
 namespace {
 
-// Sends that may be under way at once; older ones are waited for, which frees their tensors.
-constexpr size_t kSendsUnderWay = 4;
-
 // Runs one layer's work; an error from it says which layer.
 template <typename Work>
 auto in_layer(int64_t layer, const char* direction, const Work& work) {
@@ -282,8 +279,14 @@ void Executor::begin_step(int64_t count, const MicroBatchSource& source, bool ba
     link = {};
     link.channel = channel;
     if (channel == nullptr) return;
-    link.messages = link_messages(shape, count, from, parts_.pipeline_rank);
-    if (!backward) std::erase_if(link.messages, [](const PipelineMessage& message) { return !message.forward; });
+    if (backward) {
+      link.messages = link_messages(shape, count, from, parts_.pipeline_rank);
+    } else {
+      const int64_t slot = from < parts_.pipeline_rank ? 0 : 1;
+      for (int64_t i = 0; i < count; ++i) {
+        if (slot < shape.slots()) link.messages.push_back({true, {slot, i}});
+      }
+    }
     message_shape_ = {made_batch(0).tokens.size(0), model_->shape().hidden};
     receive_next(link);
   };
@@ -326,7 +329,9 @@ void Executor::hand_on(bool forward, const PipelinePass& pass, at::Tensor values
   }
   const bool next = to > parts_.pipeline_rank;
   sends_.push_back((next ? parts_.to_next : parts_.to_previous)->send(values.contiguous(), next ? 1 : 0));
-  if (!options_.overlap || sends_.size() > kSendsUnderWay) wait_for_oldest_send();
+  // Two neighbours that wait for each other's receive would wait for ever; as many messages as a rank has
+  // passes alive are never on their way in both directions at once.
+  if (std::cmp_greater(sends_.size(), 2 * parts_.pipeline.pp + 1)) wait_for_oldest_send();
 }
 
 void Executor::wait_for_oldest_send() {

@@ -17,7 +17,7 @@ class Executor {
     bool recompute_layers = false;
     bool forced_routing = false;
     bool deterministic = false;
-    bool overlap = true;  // false: every transfer is waited for where it starts
+    bool overlap = true;  // false: every exchange of tokens is waited for where it starts
   };
   // Model, store, and what `parts` points to outlive the executor. `tracker` may be null at inference.
   Executor(const MoeModel& model, const ModelParts& parts, ParameterStore& store, BalanceTracker* tracker,
