@@ -9,7 +9,9 @@ for program in build-gpu/marrow build-gpu/test_* build-gpu/bench_*; do
   strip -o "bundle/bin/$(basename "$program")" "$program"
   # torch, CUDA and glibc are on the other machine; everything else comes along.
   ldd "$program" | awk '$3 ~ /^\// {print $3}' |
-    grep -vE '/\.venv/|/(libc|libm|libdl|librt|libpthread|libgcc_s|ld-linux[^/]*|libcuda|libutil)\.so' >> bundle/lib.txt || true
+    grep -vE '/\.venv/|/(libc|libm|libdl|librt|libpthread|libgcc_s|ld-linux[^/]*|libcuda|libutil)\.so' |
+    # Open MPI and what it loads must be of the mpirun there.
+    grep -vE '/lib(mpi|open-rte|open-pal|hwloc|event|pmix|udev|nl|ltdl|pciaccess|xml2|OpenCL|cap)[^/]*\.so' >> bundle/lib.txt || true
 done
 sort -u bundle/lib.txt | xargs -r cp -L -t bundle/lib && rm bundle/lib.txt
 cp -r configs bundle/
