@@ -79,7 +79,7 @@ size_t CommandLine::take_option(const std::vector<std::string>& words, size_t at
     values.push_back(words[at++]);
   }
   MARROW_CHECK(values.size() > before, ExitCode::kUsage,
-               Fix("write {} (a value that is an option's name: {}=--name)", option.bare(), dashed), "{} needs a value",
+               Fix("write {} (one that looks like an option: {}=--name)", option.bare(), dashed), "{} needs a value",
                dashed);
   const bool any = std::any_of(wanted.begin(), wanted.end(), [](char c) { return c >= 'A' && c <= 'Z'; });
   for (size_t i = before; i < values.size(); ++i) {

@@ -223,11 +223,15 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
 }  // namespace
 
 std::vector<int64_t> zigzag_positions(int64_t seq_len, int64_t cp, int64_t c) {
-  MARROW_CHECK(cp > 0 && seq_len % (2 * cp) == 0 && c >= 0 && c < cp, ExitCode::kUsage,
+  MARROW_CHECK(cp > 0 && (cp == 1 || seq_len % (2 * cp) == 0) && c >= 0 && c < cp, ExitCode::kUsage,
                Fix("set data.seq_len to a multiple of 2 · mesh.cp"), "context rank {} of {}: sequences of {} tokens", c,
                cp, seq_len);
-  const Zigzag zigzag(seq_len, cp);
   std::vector<int64_t> positions;
+  if (cp == 1) {  // whole sequences, of any length
+    for (int64_t i = 0; i < seq_len; ++i) positions.push_back(i);
+    return positions;
+  }
+  const Zigzag zigzag(seq_len, cp);
   for (const int64_t half : {0, 1}) {
     for (int64_t i = 0; i < zigzag.chunk; ++i) positions.push_back(zigzag.chunk_start(c, half) + i);
   }
