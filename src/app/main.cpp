@@ -44,7 +44,7 @@ __attribute__((section(".preinit_array"), used)) void (*const kBeforeLibraries)(
 std::vector<Subcommand> all_commands() {
   return {marrow::tokenize_command(), marrow::pretrain_command(), marrow::eval_command(),    marrow::generate_command(),
           marrow::export_command(),   marrow::import_command(),   marrow::inspect_command(), marrow::report_command(),
-          marrow::plan_command(),     marrow::doctor_command()};
+          marrow::plan_command(),     marrow::estimate_command(), marrow::doctor_command()};
 }
 
 std::string overview(const std::vector<Subcommand>& commands) {

@@ -1,10 +1,10 @@
 // marrow plan: the pipeline's timeline as a picture.
 #include <filesystem>
 
+#include "app/planned_run.h"
 #include "app/subcommands.h"
 #include "base/files.h"
 #include "pipeline/layer_placement.h"
-#include "train/pretrain_config.h"
 
 namespace marrow {
 namespace {
@@ -48,10 +48,8 @@ PipelineTimes read_times(const std::string& path, const PipelineShape& shape) {
 }
 
 Plan make_plan(const CommandLine& args) {
-  PretrainConfig config = read_pretrain_config(args.positional(), args.list("set"), true);
+  const PretrainConfig config = read_planned_config(args);
   const auto& mesh = config.mesh;
-  const int64_t least = std::max<int64_t>(1, mesh.pp) * std::max<int64_t>(1, mesh.dp) * mesh.cp * mesh.ep;
-  resolve_mesh(config, args.has("processes") ? args.integer("processes", 1) : std::max<int64_t>(least, 1));
   const auto model = open_model(Json::read_file(config.model.config, ExitCode::kUsage));
   const ModelCosts costs = model_costs(*model, config.data.seq_len);
   Plan plan;

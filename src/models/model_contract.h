@@ -70,6 +70,13 @@ class DecoderLayer {
                                      const RowMap& map, const LayerContext&) const = 0;
 };
 
+// Memory of a layer's operators, for `marrow estimate`: bytes for each token, and for each row of experts, in S3.
+struct ActivationBytes {
+  int64_t token = 0, expert_row = 0;                    // from forward to backward; inputs included, S3's result not
+  int64_t token_backward = 0, expert_row_backward = 0;  // the most besides, while S1's or S3's backward runs
+  int64_t token_ring = 0;                               // and so where a context group splits sequences
+};
+
 class MoeModel {
  public:
   virtual ~MoeModel() = default;
@@ -82,6 +89,8 @@ class MoeModel {
   virtual at::Tensor final_norm(const at::Tensor& hidden, const ParameterTable&) const = 0;
   // Floating-point operations of one token's forward matrix products, causal attention at half.
   virtual double forward_flops_per_token(int64_t seq_len) const = 0;
+  // `element`: bytes of an activation's element.
+  virtual ActivationBytes activation_bytes(int64_t layer, int64_t element) const = 0;
 };
 
 // The family of a Hugging Face config.json, decided by its model_type. Every option that the family

@@ -265,6 +265,22 @@ class Qwen3Moe final : public MoeModel {
     return config_.shape.layers * (projections + scores + router + experts) + 2 * hidden * config_.shape.vocab;
   }
 
+  ActivationBytes activation_bytes(int64_t, int64_t element) const override {
+    const int64_t hidden = config_.shape.hidden, experts = config_.shape.experts, inner = config_.intermediate;
+    const int64_t q = config_.heads * config_.head_size, kv = config_.kv_heads * config_.head_size;
+    ActivationBytes bytes;
+    // Input, normed, residual, normed again; qkv (v is in it), q, k and what attention gave. In fp32 its log-sum-exp,
+    // the router's logits and theirs, experts and weights.
+    bytes.token = element * (4 * hidden + (q + 2 * kv) + q + kv + q) +
+                  4 * (config_.heads + experts + 1 + 2 * config_.shape.top_k);
+    bytes.expert_row = element * (hidden + 2 * inner + inner) + 4;  // row, gate and up, activated, weight
+    bytes.token_backward = element * (2 * (q + 2 * kv) + 4 * hidden + 2 * experts);
+    // The gradient of the result, and then those of activated, gate and up, or that of the row.
+    bytes.expert_row_backward = element * (hidden + std::max(hidden, 3 * inner));
+    bytes.token_ring = 4 * (2 * q + 3 * 2 * kv);  // fp32: a sum and a part of it, three keys and values
+    return bytes;
+  }
+
  private:
   ParameterSpec matrix(std::string name, std::vector<int64_t> shape, std::string hub_name) const {
     ParameterSpec spec;

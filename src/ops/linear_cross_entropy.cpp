@@ -42,7 +42,7 @@ LinearCrossEntropy run_cpu(const Tensor& x, const Parameter& weight, const Tenso
   if (with_gradient) result.d_x = at::empty(xf.sizes(), xf.options());
   float *dx = floats(result.d_x), *dw = with_gradient ? floats(weight.grad) : nullptr;
   const float scale = static_cast<float>(gradient_scale);
-  const int64_t chunk = std::min(tokens, std::max<int64_t>(kCpuRows / 2, kCpuLogits / vocabulary));
+  const int64_t chunk = std::min(tokens, cross_entropy_rows(vocabulary, true));
   const Tensor buffer = at::empty({chunk, vocabulary}, xf.options());
   float* logits = floats(buffer);
   std::vector<float> losses(tokens);
@@ -107,6 +107,10 @@ LinearCrossEntropy run_gpu(const Tensor& x, const Parameter& weight, const Tenso
 }
 
 }  // namespace
+
+int64_t cross_entropy_rows(int64_t vocabulary, bool on_cpu) {
+  return on_cpu ? std::max<int64_t>(kCpuRows / 2, kCpuLogits / vocabulary) : kGpuChunk;
+}
 
 LinearCrossEntropy linear_cross_entropy(const Tensor& x, const Parameter& weight, const Tensor& targets,
                                         double gradient_scale, bool with_gradient) {

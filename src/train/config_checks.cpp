@@ -37,10 +37,11 @@ void check_corpus_exists(const std::string& prefix, const std::string& key) {
   }
 }
 
-void check_paths(const PretrainConfig& config) {
+void check_paths(const PretrainConfig& config, bool needs_inputs) {
   MARROW_CHECK(std::filesystem::is_regular_file(config.model.config), ExitCode::kUsage,
                Fix("set model.config to a config.json; configs/models has some"), "model.config: {} is no file",
                json_quote(config.model.config));
+  if (!needs_inputs) return;
   MARROW_CHECK(config.model.init_from.empty() || std::filesystem::exists(config.model.init_from), ExitCode::kUsage,
                Fix("set model.init_from to a checkpoint or a Hugging Face folder"),
                "model.init_from: {} does not exist", json_quote(config.model.init_from));
@@ -155,11 +156,11 @@ std::string nearest_meshes(PretrainConfig config, int64_t world) {
 
 }  // namespace
 
-void check_config(const PretrainConfig& config) {
+void check_config(const PretrainConfig& config, bool needs_inputs) {
   check_data(config);
   check_optimizer(config);
   check_mesh(config);
-  check_paths(config);
+  check_paths(config, needs_inputs);
 }
 
 void resolve_mesh(PretrainConfig& config, int64_t world) {

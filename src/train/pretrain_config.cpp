@@ -365,7 +365,8 @@ std::string listing(const std::vector<Key>& keys,
 
 }  // namespace
 
-PretrainConfig read_pretrain_config(const std::string& path, const std::vector<std::string>& overrides, bool have_gpu) {
+PretrainConfig read_pretrain_config(const std::string& path, const std::vector<std::string>& overrides, bool have_gpu,
+                                    bool needs_inputs) {
   toml::table tree = parse_toml(read_text_file(path, ExitCode::kUsage), path);
   for (const std::string& assignment : overrides) apply_override(tree, assignment);
   PretrainConfig config;
@@ -387,7 +388,7 @@ PretrainConfig read_pretrain_config(const std::string& path, const std::vector<s
   }
   if (config.checkpoint.dir.empty()) config.checkpoint.dir = config.log.dir + "/checkpoints";
   try {
-    check_config(config);
+    check_config(config, needs_inputs);
   } catch (Error& error) {
     throw error.add_who("config " + path);
   }

@@ -90,12 +90,15 @@ struct PretrainConfig {
 
 // Reads `path` with `overrides` ("train.steps=10", values in TOML) applied after it. `have_gpu`
 // resolves the defaults of device and dtype. Relative paths stay relative to the working folder.
-// Errors (kUsage): file:line:column, the key, the nearest valid key or the valid range.
-PretrainConfig read_pretrain_config(const std::string& path, const std::vector<std::string>& overrides, bool have_gpu);
+// Errors (kUsage): file:line:column, the key, the nearest valid key or the valid range. `needs_inputs` as in
+// check_config.
+PretrainConfig read_pretrain_config(const std::string& path, const std::vector<std::string>& overrides, bool have_gpu,
+                                    bool needs_inputs = true);
 
 // What must hold between the keys, apart from each key's own range. Errors (kUsage) name the keys,
-// their values and the nearest ones that fit. A dimension that is still "auto" counts as 1.
-void check_config(const PretrainConfig& config);
+// their values and the nearest ones that fit. A dimension that is still "auto" counts as 1. Without
+// `needs_inputs` (plans) corpora and init_from need not exist.
+void check_config(const PretrainConfig& config, bool needs_inputs = true);
 
 // Puts in the "auto" dimension and checks the mesh against the number of processes, and the batch
 // sizes against the mesh. Errors (kUsage) name the nearest sizes that fit.

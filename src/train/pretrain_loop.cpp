@@ -8,6 +8,7 @@
 #include "pipeline/model_setup.h"
 #include "train/evaluation.h"
 #include "train/learning_rate.h"
+#include "train/memory_estimate.h"
 #include "train/step_trace.h"
 
 namespace marrow {
@@ -66,8 +67,6 @@ void check_same_tokenizer(const std::string& what, const std::string& hash, cons
 }
 
 const char* optimizer_name(OptimizerName name) { return name == OptimizerName::kMuon ? "muon" : "adamw"; }
-
-at::ScalarType scalar_type(TrainDtype dtype) { return dtype == TrainDtype::kBf16 ? at::kBFloat16 : at::kFloat; }
 
 }  // namespace
 
@@ -133,13 +132,7 @@ void PretrainLoop::make_links() {
 
 void PretrainLoop::make_engine() {
   const ModelShape& shape = model_->shape();
-  ParameterStore::Options store;
-  store.device = device_;
-  store.working_dtype = scalar_type(config_.train.dtype);
-  store.state_dtype = scalar_type(config_.optimizer.state_dtype);
-  store.muon = config_.optimizer.name == OptimizerName::kMuon;
-  store.by_layer = config_.mesh.shard == ShardMode::kLayer;
-  store.place(mesh_);
+  ParameterStore::Options store = store_options(config_, mesh_, device_);
   store.dense.communicator = links_.dense_shard.get();
   store.experts.communicator = links_.expert_shard.get();
   store.replicas.communicator = links_.replica.get();
@@ -177,7 +170,7 @@ void PretrainLoop::make_engine() {
   writer.ranks_on_host = bootstrap_.ranks_on_host();
   writer.run = bootstrap_.broadcast(fmt::format("{:x}", std::random_device()()), 0);
   writer.timeout_seconds = config_.log.watchdog_seconds;
-  writer.state_dtype = scalar_type(config_.optimizer.state_dtype);
+  writer.state_dtype = store.state_dtype;
   checkpoints_.emplace(writer, checkpoint_tensors(all_parameter_specs(*model_), config_.optimizer.name), logger_);
 }
 
@@ -369,7 +362,8 @@ int64_t PretrainLoop::run(StopSignal& stop) {
 
 void PretrainLoop::save_trace(StepTrace& trace, int64_t step, PendingStep& launched) {
   launched.values.values();  // all of the step must be in the trace
-  const std::string path = fmt::format("{}/trace-{:08}.json", config_.log.dir, step);
+  const std::string rank = bootstrap_.size() > 1 ? fmt::format("-rank-{:04}", mesh_.rank) : "";
+  const std::string path = fmt::format("{}/trace-{:08}{}.json", config_.log.dir, step, rank);
   trace.save(path);
   logger_.info(fmt::format("step {}: trace in {}", step, path));
 }
@@ -401,19 +395,22 @@ PretrainLoop::PendingStep PretrainLoop::launch_step(int64_t step) {
   records_.set_step(step);
 
   const auto fp64 = at::TensorOptions().device(device_).dtype(at::kDouble);
-  const at::Tensor loss_sum = at::zeros({1}, fp64), stop = at::full({1}, stop_->requested() ? 1.0 : 0.0, fp64);
-  if (links_.world) links_.world->all_reduce(stop).wait();
+  const at::Tensor loss_sum = at::zeros({1}, fp64);
+  executor_->take_rows_sent();  // a validation's
   tracker_->begin_step({sequences * config_.data.seq_len, sequences, micro_batches * mesh_.data_ranks()});
   executor_->train(
       micro_batches, [&](int64_t index) { return load_micro_batch(index); },
       targets > 0 ? 1.0 / static_cast<double>(targets) : 0.0, loss_sum);
+  const at::Tensor sums = at::full({2}, stop_->requested() ? 1.0 : 0.0, fp64);  // who asks to stop, rows sent
+  sums[1].fill_(static_cast<double>(executor_->take_rows_sent()));
+  if (links_.world) links_.world->all_reduce(sums).wait();
   store_->sum_replicas();
   tracker_->end_step();
   const double rate = learning_rate(config_.optimizer, step, config_.train.steps);
   optimizer_->step(rate, step, loss_sum);
   step_ = step;
   consumed_sequences_ += sequences;
-  const at::Tensor numbers = at::cat({stop, loss_sum, optimizer_->grad_norm(), tracker_->losses().to(at::kDouble),
+  const at::Tensor numbers = at::cat({sums, loss_sum, optimizer_->grad_norm(), tracker_->losses().to(at::kDouble),
                                       tracker_->load_max_over_mean().to(at::kDouble)});
   return {step, targets, rate, DeferredValues(numbers)};
 }
@@ -421,7 +418,7 @@ PretrainLoop::PendingStep PretrainLoop::launch_step(int64_t step) {
 void PretrainLoop::report(PendingStep pending) {
   const std::vector<double> all = pending.values.values();
   stopping_ = all[0] > 0;  // the same on all ranks, since it was summed in the same step
-  const std::span values = std::span(all).subspan(1);
+  const std::span values = std::span(all).subspan(2);
   const auto now = std::chrono::steady_clock::now();
   const int64_t layers = model_->shape().layers;
   StepMetrics metrics;
@@ -432,10 +429,14 @@ void PretrainLoop::report(PendingStep pending) {
   for (const double loss : metrics.balance_loss_per_layer) metrics.balance_loss += loss / layers;
   metrics.expert_load_max_over_mean = *std::max_element(values.begin() + 2 + layers, values.end());
   metrics.lr = pending.learning_rate;
+  metrics.dispatch_rows_per_token =
+      all[1] / static_cast<double>(layers * config_.train.global_batch * config_.data.seq_len);
   metrics.tokens = config_.train.global_batch * config_.data.seq_len;
   metrics.step_seconds = std::chrono::duration<double>(now - last_report_).count();
   metrics.tokens_per_second = metrics.tokens / metrics.step_seconds;
-  metrics.tflops_per_gpu = 3e-12 * model_->forward_flops_per_token(config_.data.seq_len) * metrics.tokens_per_second;
+  const double world = static_cast<double>(mesh_.shape.world());
+  metrics.tflops_per_gpu =
+      3e-12 * model_->forward_flops_per_token(config_.data.seq_len) * metrics.tokens_per_second / world;
   metrics.mfu = device_.is_cuda() ? metrics.tflops_per_gpu / kHopperPeakTflops : std::nan("");
   metrics.peak_memory_bytes = peak_memory_bytes(device_);
   last_report_ = now;

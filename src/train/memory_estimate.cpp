@@ -1,0 +1,205 @@
+#include "train/memory_estimate.h"
+
+#include "ops/linear_cross_entropy.h"
+#include "pipeline/layer_placement.h"
+#include "pipeline/model_setup.h"
+
+namespace marrow {
+namespace {
+
+// Fitted to the runs on one H200 in docs/benchmarks.md: of what comes and goes within a step the allocator holds so
+// much more than is in use; workspaces of the libraries in it.
+constexpr double kSlack = 0.15;
+constexpr int64_t kWorkspaces = 400'000'000;
+// Outside of it: driver and kernels, NCCL's first communicator and each further one; libtorch and MPI on a CPU.
+constexpr int64_t kContext = 1'000'000'000, kNccl = 400'000'000, kCommunicator = 50'000'000, kProcess = 150'000'000;
+
+// One layer; on one micro-batch.
+struct LayerBytes {
+  int64_t kept = 0;           // from forward to backward
+  int64_t forward_work = 0;   // besides, while its forward runs
+  int64_t backward_work = 0;  // besides, while its backward runs
+  int64_t elements = 0;       // of its parameters, before sharding
+};
+
+class Estimator {
+ public:
+  Estimator(const MoeModel& model, const PretrainConfig& config)
+      : model_(model), config_(config), gpu_(config.train.device == TrainDevice::kGpu) {
+    element_ = config.train.dtype == TrainDtype::kBf16 ? 2 : 4;
+    tokens_ = config.train.micro_batch * config.data.seq_len / config.mesh.cp;
+    hidden_ = tokens_ * model.shape().hidden * element_;
+    micro_batches_ = config.train.global_batch / (config.train.micro_batch * config.mesh.dp * config.mesh.ep);
+    moved_ = moved_share();
+    parts_.pipeline = {config.mesh.schedule, config.mesh.pp};
+    parts_.chunk_layers = place_layers(parts_.pipeline, model_costs(model, config.data.seq_len));
+    for (int64_t layer = 0; layer < model.shape().layers; ++layer) layers_.push_back(layer_bytes(layer));
+  }
+
+  RankMemory rank(const Mesh& mesh) {
+    parts_.pipeline_rank = mesh.p;
+    ParameterStore store(store_options(config_, mesh, at::kMeta));
+    add_model_parameters(model_, parts_, store);
+    const auto kinds = store.bytes();
+    RankMemory memory{kinds[0].second, kinds[1].second, kinds[2].second, peak_activations()};
+    // Messages: received ahead, arrived early, sent and not waited for; and rows of experts in both directions.
+    const int64_t pp = config_.mesh.pp, messages = (pp > 1 ? 2 * pp + 5 : 0) * hidden_ + std::llround(4 * moved_);
+    memory.outside = outside(mesh.shape);
+    memory.buffers = memory.outside + messages + (store.options().by_layer ? passing_layers() : 0) +
+                     std::llround(kSlack * static_cast<double>(memory.activations + messages)) +
+                     (gpu_ ? kWorkspaces : 0);
+    memory.save_copy = memory.optimizer;
+    for (const FlatGroup& group : store.groups()) memory.save_copy += 4 * (group.end() - group.begin());
+    return memory;
+  }
+
+  double step_seconds() const {
+    if (!gpu_ || element_ != 2) return 0;
+    ModelCosts costs = model_costs(model_, config_.data.seq_len);
+    const auto seconds = [&] {
+      return simulate_pipeline(parts_.pipeline, micro_batches_, all_pipeline_actions(parts_.pipeline, micro_batches_),
+                               estimated_times(parts_.pipeline, parts_.chunk_layers, costs, tokens_))
+          .makespan;
+    };
+    const double once = seconds();
+    costs.head = 0;
+    return once + (recomputes() ? seconds() / 3 : 0);
+  }
+
+ private:
+  bool recomputes() const { return config_.train.recompute == Recompute::kLayer; }
+  bool fuses_pairs() const { return config_.mesh.pp > 1 || config_.mesh.ep > 1; }  // as Executor::train
+
+  // Bytes of the rows that a layer sends to the ranks of its experts (and as many come): one for each token and
+  // rank. To one of two ranks all go; else those that chance sends.
+  double moved_share() const {
+    const int64_t ep = config_.mesh.ep, experts = model_.shape().experts;
+    double absent = ep == 2 ? 0 : 1;  // the chance that a rank has none of a token's experts
+    for (int64_t i = 0; i < model_.shape().top_k; ++i) {
+      absent *= std::max(0.0, static_cast<double>(experts - experts / ep - i) / static_cast<double>(experts - i));
+    }
+    return ep == 1 ? 0 : static_cast<double>(hidden_ * ep) * (1 - absent);
+  }
+
+  // What LayerPass holds: the operators' tensors, and the rows that the stages hand to each other.
+  LayerBytes layer_bytes(int64_t layer) const {
+    const ActivationBytes each = model_.activation_bytes(layer, element_);
+    const int64_t ep = config_.mesh.ep, top_k = model_.shape().top_k;
+    const int64_t rows = tokens_ * top_k * (ep == 2 ? 2 : 1);  // of two ranks, each makes room for all
+    const int64_t between = ep == 1 ? hidden_ * top_k : std::llround(3 * moved_);
+    const int64_t index = 12 * rows, ring = config_.mesh.cp > 1 ? each.token_ring : 0;
+    const int64_t kept = tokens_ * each.token + rows * each.expert_row + between + index;
+    const int64_t work = std::max(tokens_ * (each.token_backward + ring), rows * each.expert_row_backward);
+    int64_t elements = 0, largest = 0;  // largest: of experts
+    for (const ParameterSpec& spec : model_.layer_specs(layer)) {
+      int64_t n = 1;
+      for (const int64_t size : spec.shape) n *= size;
+      elements += spec.expert ? n / ep : n;
+      if (spec.expert) largest = std::max(largest, n / ep);
+    }
+    if (recomputes()) return {hidden_, kept, kept + work, elements};
+    // On the GPU a grouped product's weight gradient is whole in bf16 before it is added.
+    return {kept, 0, std::max(work, gpu_ && element_ == 2 ? 2 * largest : 0), elements};
+  }
+
+  // Logits of some rows, fp32 on the CPU; the normed states, their gradient, and that before the norm.
+  int64_t head_work() const {
+    const int64_t rows = std::min(tokens_, cross_entropy_rows(model_.shape().vocab, !gpu_));
+    return rows * model_.shape().vocab * (gpu_ ? element_ : 4) + 3 * hidden_;
+  }
+
+  // Walks through a step as Executor does. A pass whose weight gradients are put off keeps the inputs of its
+  // products and the gradients of their outputs, which weigh as much as what the forward had kept.
+  int64_t peak_activations() const {
+    std::vector<PipelineAction> actions = {{ActionKind::kForward, {0, 0}, {}}, {ActionKind::kBackward, {}, {0, 0}}};
+    if (fuses_pairs()) actions = pipeline_actions(parts_.pipeline, parts_.pipeline_rank, micro_batches_);
+    const auto layers = [&](const PipelinePass& pass) {
+      return pass ? parts_.layers(pass.slot, model_.shape()) : LayerRange{};
+    };
+    int64_t held = 0, peak = 0;
+    for (const PipelineAction& action : actions) {
+      auto [down, down_end] = layers(action.forward);
+      auto [up_end, up] = layers(action.backward);
+      const bool frees = action.backward && action.kind != ActionKind::kBackwardInput;
+      while (down < down_end || up > up_end) {
+        const LayerBytes forward = down < down_end ? layers_[down++] : LayerBytes{};
+        const LayerBytes backward = up > up_end ? layers_[--up] : LayerBytes{};
+        held += forward.kept;
+        peak = std::max(peak, held + forward.forward_work + backward.backward_work);
+        held -= frees ? backward.kept : 0;
+      }
+      held += (action.forward ? hidden_ : 0) - (frees ? hidden_ : 0);  // a chunk's output, later its gradient
+      const bool head = action.forward && parts_.has_head(action.forward.slot);
+      peak = std::max(peak, held + (head ? head_work() : 0));
+    }
+    return peak;
+  }
+
+  // mesh.shard = "layer": working copies of a pair's two layers; gradients of a layer and the one before it, which
+  // are still being reduced, or of a chunk where weight gradients are put off.
+  int64_t passing_layers() const {
+    int64_t largest = model_.shape().vocab * model_.shape().hidden, chunk = 0;
+    for (int64_t slot = 0; slot < parts_.pipeline.slots(); ++slot) {
+      const auto [first, last] = parts_.layers(slot, model_.shape());
+      int64_t sum = 0;
+      for (int64_t layer = first; layer < last; ++layer) {
+        largest = std::max(largest, layers_[layer].elements);
+        sum += layers_[layer].elements;
+      }
+      if (parts_.pipeline.slots() == 2) chunk = std::max(chunk, sum);
+    }
+    return largest * element_ * (fuses_pairs() ? 2 : 1) + 4 * std::max(2 * largest, chunk);
+  }
+
+  int64_t outside(const MeshShape& mesh) const {
+    if (!gpu_) return kProcess;
+    const int64_t copies = mesh.dp / mesh.replicate * mesh.cp;
+    int64_t groups = mesh.pp > 1 ? 4 : 0;  // as make_mesh_communicators
+    for (const int64_t size :
+         {mesh.world(), mesh.dp * mesh.cp * mesh.ep, mesh.ep, mesh.cp, copies, copies * mesh.ep, mesh.replicate}) {
+      groups += size > 1 ? 1 : 0;
+    }
+    return kContext + (groups > 0 ? kNccl + (groups - 1) * kCommunicator : 0);
+  }
+
+  const MoeModel& model_;
+  const PretrainConfig& config_;
+  bool gpu_;
+  int64_t element_, tokens_, hidden_, micro_batches_;  // bytes of an element, T, bytes of [T, H], n of a rank
+  double moved_;
+  ModelParts parts_;  // communicators unset
+  std::vector<LayerBytes> layers_;
+};
+
+at::ScalarType scalar_type(TrainDtype dtype) { return dtype == TrainDtype::kBf16 ? at::kBFloat16 : at::kFloat; }
+
+}  // namespace
+
+ParameterStore::Options store_options(const PretrainConfig& config, const Mesh& mesh, at::Device device) {
+  ParameterStore::Options options;
+  options.device = device;
+  options.working_dtype = scalar_type(config.train.dtype);
+  options.state_dtype = scalar_type(config.optimizer.state_dtype);
+  options.muon = config.optimizer.name == OptimizerName::kMuon;
+  options.by_layer = config.mesh.shard == ShardMode::kLayer;
+  options.place(mesh);
+  return options;
+}
+
+RunEstimate estimate_run(const MoeModel& model, const PretrainConfig& config) {
+  const PretrainConfig::MeshSizes& sizes = config.mesh;
+  const MeshShape shape{sizes.pp, sizes.dp, sizes.cp, sizes.ep, sizes.replicate};
+  Estimator estimator(model, config);
+  RunEstimate estimate;
+  for (int64_t rank = 0; rank < shape.world(); ++rank) {
+    const Mesh mesh(shape, rank);
+    // Without Muon all shards are of one size: what a pipeline rank's first holds, all of them hold.
+    const bool known = mesh.rank_at(mesh.p, 0, 0, 0) < rank && config.optimizer.name != OptimizerName::kMuon;
+    estimate.ranks.push_back(known ? estimate.ranks.back() : estimator.rank(mesh));
+    if (mesh.d >= shape.dp / shape.replicate) estimate.ranks.back().save_copy = 0;  // the first replica saves
+  }
+  estimate.step_seconds = estimator.step_seconds();
+  return estimate;
+}
+
+}  // namespace marrow
