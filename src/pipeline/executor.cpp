@@ -267,6 +267,8 @@ void Executor::open_gradients(const std::string& name) {
 void Executor::start_reduce(const std::string& name, int64_t micro_batch) {
   if (micro_batch != count_ - 1 && !store_->options().by_layer) return;
   for (FlatGroup& group : store_->groups_of(name)) store_->start_reduce(group);
+  if (!store_->options().by_layer) return;
+  for (FlatGroup& group : store_->groups_of(std::exchange(reducing_, name))) store_->finish_reduce(group);
 }
 
 // ---- what comes from and goes to the neighbours

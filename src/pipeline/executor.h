@@ -103,6 +103,7 @@ class Executor {
   std::vector<int64_t> message_shape_;
   Link from_previous_, from_next_;
   std::deque<PendingTransfer> sends_;
+  std::string reducing_;  // by_layer: its whole gradients stay until the next reduction has started
 };
 
 }  // namespace marrow

@@ -70,6 +70,23 @@ TEST(Executor, RecomputedLayersGiveTheSameBits) {
   }
 }
 
+TEST(Executor, WithLayerShardsWholeGradientsOfOneLayerStay) {
+  const auto tokens = random_tokens(4, 32, 3);
+  ToyModel whole({});
+  whole.accumulate(tokens, shifted(tokens), 2);
+  ToyOptions options;
+  options.by_layer = true;
+  ToyModel by_layer(options);
+  by_layer.accumulate(tokens, shifted(tokens), 2);
+  int64_t open = 0;
+  for (const FlatGroup& group : by_layer.store().groups()) open += group.grad.storage().nbytes() > 0 ? 1 : 0;
+  EXPECT_EQ(open, 1);  // the embedding's, which came last
+  by_layer.store().sum_replicas();
+  std::vector<at::Tensor> sums;
+  for (const FlatGroup& group : by_layer.store().groups()) sums.push_back(group.own_grad);
+  EXPECT_LE(relative_difference(at::cat(sums), whole.all_gradients()), 1e-6);
+}
+
 TEST(Executor, TiedEmbeddingsGetBothGradients) {
   ToyOptions options;
   options.tied = true;

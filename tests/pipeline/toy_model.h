@@ -24,6 +24,7 @@ struct ToyOptions {
   double z_loss = 0.0;
   bool recompute = false;
   bool tied = false;
+  bool by_layer = false;
   int64_t top_k = 2;
   int64_t layers = 4;
   int64_t seed = 1;
@@ -34,7 +35,7 @@ class ToyModel {
   explicit ToyModel(const ToyOptions& options)
       : model_(
             open_model(Json::parse(toy_config(options.layers, options.tied, options.top_k), "toy", ExitCode::kUsage))),
-        store_({}),
+        store_(storage(options)),
         tracker_({options.balance, options.coef, options.z_loss, options.layers, 8, options.top_k}, at::kCPU) {
     add_model_parameters(*model_, {}, store_);
     store_.initialize(options.seed);
@@ -85,6 +86,12 @@ class ToyModel {
   Executor& executor() { return *executor_; }
 
  private:
+  static ParameterStore::Options storage(const ToyOptions& options) {
+    ParameterStore::Options storage;
+    storage.by_layer = options.by_layer;
+    return storage;
+  }
+
   std::unique_ptr<MoeModel> model_;
   ParameterStore store_;
   BalanceTracker tracker_;
