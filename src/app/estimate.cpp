@@ -98,8 +98,8 @@ int run_estimate(const CommandLine& args) {
     save_copy = std::max(save_copy, r.save_copy);
     JsonWriter json;
     json.field("rank", i, "parameters", r.parameters, "gradients", r.gradients, "optimizer", r.optimizer);
-    json.field("activations", r.activations, "buffers", r.buffers, "total", r.total(), "save_copy", r.save_copy);
-    list += (i == 0 ? "" : ", ") + json.text();
+    json.field("activations", r.activations, "buffers", r.buffers, "outside", r.outside, "total", r.total());
+    list += (i == 0 ? "" : ", ") + json.field("save_copy", r.save_copy).text();
   }
   const auto& mesh = config.mesh;
   std::string text = fmt::format(
