@@ -48,7 +48,8 @@ def main(marrow, config, steps, *options):
         "mfu": median("mfu") if steady[0]["mfu"] is not None else None,
         "peak_memory_gb": round(max(line["peak_memory_bytes"] for line in lines) / 1e9, 2),
         "expert_load_max_over_mean": round(median("expert_load_max_over_mean"), 2),
-        "loss_first": lines[0]["loss"], "loss_last": lines[-1]["loss"]}), flush=True)
+        "losses": [line["loss"] for line in lines], "norms": [line["grad_norm"] for line in lines],
+        "folder": folder}), flush=True)
 
 
 main(*sys.argv[1:])

@@ -131,9 +131,11 @@ void go_round(const RingState& state, const Tensor& k, const Tensor& v, const Co
 // Adds attention over other keys: out [.., H, Dv] and lse [.., H] become those over all. The first
 // addition finds lse = −∞; every row sees itself in it, so lse is finite from then on.
 void merge(const Tensor& out, const Tensor& lse, const Tensor& more_out, const Tensor& more_lse) {
-  const Tensor share = more_lse.sub(lse).sigmoid_();
+  // Flash says +∞ of a row that sees none of a block's keys.
+  const Tensor more = more_lse.masked_fill(more_lse.eq(INFINITY), -INFINITY);
+  const Tensor share = more.sub(lse).sigmoid_();
   out.lerp_(more_out.to(at::kFloat), share.unsqueeze(-1));
-  lse.copy_(at::logaddexp(lse, more_lse));
+  lse.copy_(at::logaddexp(lse, more));
 }
 
 struct RingAttention : torch::autograd::Function<RingAttention> {

@@ -34,6 +34,14 @@ class Maker {
     return checked(ranks, make_mpi_communicator(name, ranks, options_.records));
   }
 
+  // NCCL connects two ranks at their first transfer, and the host of each waits there for the other: with a
+  // receive that is posted ahead on both sides it would wait for ever.
+  void connect(Communicator& link) const {
+    const at::Tensor values = at::zeros({2}, at::TensorOptions(options_.device).dtype(at::kFloat));
+    const int64_t peer = 1 - link.rank();
+    link.exchange(values.narrow(0, 0, 1), peer, values.narrow(0, 1, 1), peer).wait();
+  }
+
   // The link of p and p + 1 in which this rank is lower (or upper) end, even p first: no chain of waiting.
   std::pair<std::unique_ptr<Communicator>, std::unique_ptr<Communicator>> links(const std::string& name) const {
     const auto neighbour = [&](int64_t p) { return mesh_.rank_at(p, mesh_.d, mesh_.c, mesh_.e); };
@@ -42,8 +50,9 @@ class Maker {
       const bool lower = mesh_.p % 2 == parity;
       const int64_t p = lower ? mesh_.p : mesh_.p - 1;
       const bool exists = p >= 0 && p + 1 < mesh_.shape.pp;
-      (lower ? above : below) =
-          group(name, exists ? std::vector{neighbour(p), neighbour(p + 1)} : std::vector<int64_t>{});
+      std::unique_ptr<Communicator>& link = lower ? above : below;
+      link = group(name, exists ? std::vector{neighbour(p), neighbour(p + 1)} : std::vector<int64_t>{});
+      if (link != nullptr && options_.device.is_cuda()) connect(*link);
     }
     return {std::move(above), std::move(below)};
   }

@@ -22,6 +22,8 @@ class Executor {
   // Model, store, and what `parts` points to outlive the executor. `tracker` may be null at inference.
   Executor(const MoeModel& model, const ModelParts& parts, ParameterStore& store, BalanceTracker* tracker,
            const Options& options);
+  Executor(const Executor&) = delete;
+  Executor& operator=(const Executor&) = delete;
 
   // Forward and backward of `count` micro-batches of one shape. Gradients of gradient_scale · Σ loss,
   // and those of the balance terms, are added to the parameters' gradients; Σ loss to `loss_sum` ([1]
@@ -31,6 +33,9 @@ class Executor {
 
   // Σ loss over the targets of `count` micro-batches, [1] fp64; 0 on ranks without the head. No gradients.
   at::Tensor evaluate(int64_t count, const MicroBatchSource& source);
+
+  // Rows that this rank's forwards have sent to other ranks' experts since the last call.
+  int64_t take_rows_sent() { return std::exchange(rows_sent_, 0); }
 
   // One rank alone: the normalised output of the last layer [T, H], for generation
   // (batch.context.cache set), and logits [T, V] fp32 of it.
@@ -88,6 +93,7 @@ class Executor {
   ModelParts parts_;
   ParameterStore* store_;
   LayerPass::Options layer_options_;
+  int64_t rows_sent_ = 0;
   Options options_;
   at::Device device_;
   std::map<int64_t, std::unique_ptr<DecoderLayer>> layers_;  // of this rank, by index in the model

@@ -32,6 +32,7 @@ void LayerPass::attend(const at::Tensor& hidden, bool first_time) {
   exchange_.emplace(*options_.experts, routing_.counts.size(1), options_.overlap);
   exchange_->plan(routing_.experts);
   exchange_->start_dispatch(values_[1], values_[2]);
+  if (first_time && options_.rows_sent != nullptr) *options_.rows_sent += exchange_->rows_sent();
 }
 
 void LayerPass::run_experts() {

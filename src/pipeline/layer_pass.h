@@ -17,8 +17,9 @@ class LayerPass {
   struct Options {
     Communicator* experts = nullptr;  // ranks that share the experts; null: this rank has all
     BalanceTracker* tracker = nullptr;
-    bool recompute = false;  // keep only the input, and run the forward again before the backward
-    bool overlap = true;     // false: each move is waited for at once
+    bool recompute = false;        // keep only the input, and run the forward again before the backward
+    bool overlap = true;           // false: each move is waited for at once
+    int64_t* rows_sent = nullptr;  // adds the rows that forwards send to other ranks
   };
   // The layer, and what the options point to, outlive the pass.
   LayerPass(const DecoderLayer& layer, int64_t index, const Options& options)

@@ -9,8 +9,8 @@ namespace marrow {
 
 class InferenceModel {
  public:
-  // `path`: a checkpoint, a folder of checkpoints (the newest), or a Hugging Face folder. bf16 on a
-  // GPU, fp32 on the CPU.
+  // `path`: a checkpoint, a folder of checkpoints (the newest), or a Hugging Face folder. bf16 on a GPU, fp32 on the
+  // CPU.
   InferenceModel(const std::string& path, bool use_gpu, Logger& logger);
 
   const MoeModel& model() const { return *model_; }

@@ -52,6 +52,7 @@ void each_field(const StepMetrics& m, Visit visit) {
   visit("speed/", "mfu", m.mfu);
   visit("speed/", "peak_memory_bytes", m.peak_memory_bytes);
   visit("train/", "expert_load_max_over_mean", m.expert_load_max_over_mean);
+  if (m.dispatch_rows_per_token > 0) visit("speed/", "dispatch_rows_per_token", m.dispatch_rows_per_token);
 }
 
 }  // namespace

@@ -23,6 +23,9 @@ struct StepMetrics {
   double mfu = 0;  // NaN where the device's peak is unknown: null in the file
   int64_t peak_memory_bytes = 0;
   double expert_load_max_over_mean = 0;
+  // ep > 1: rows of H that a token sends to other ranks in a layer's dispatch, and gets back in its combine. Without
+  // deduplication it would be the pairs of other ranks' experts, k · (ep − 1) / ep of a balanced router.
+  double dispatch_rows_per_token = 0;
 };
 
 // "step 12/200  loss 5.1234  balance 1.02  …  eta 3m10s"
