@@ -51,7 +51,8 @@ Plan make_plan(const CommandLine& args) {
   const PretrainConfig config = read_planned_config(args);
   const auto& mesh = config.mesh;
   const auto model = open_model(Json::read_file(config.model.config, ExitCode::kUsage));
-  const ModelCosts costs = model_costs(*model, config.data.seq_len);
+  const ModelCosts costs =
+      model_costs(*model, config.data.seq_len, config.train.micro_batch * config.data.seq_len / mesh.cp, mesh.ep);
   Plan plan;
   plan.shape = {mesh.schedule, mesh.pp};
   plan.micro_batches = config.train.global_batch / (config.train.micro_batch * mesh.dp * mesh.ep);

@@ -283,7 +283,14 @@ std::vector<RingBlock> ring_blocks(const AttentionLayout& layout, int64_t cp, in
       block->sequences = 1;
       block->q_first = q_half * chunk;
       block->k_first += k_half * chunk;
-      blocks.push_back(*block);
+      // ATen's flash kernels are wrong where a window meets more queries than keys: as many at a time.
+      const int64_t queries = block->queries, rows = block->left < 0 ? queries : std::min(queries, block->keys);
+      for (int64_t first = 0; first < queries; first += rows) {
+        RingBlock& part = blocks.emplace_back(*block);
+        part.q_first += first;
+        part.queries = std::min(rows, queries - first);
+        if (part.left >= 0) part.left += queries - first - part.queries;
+      }
     }
   }
   return blocks;

@@ -290,7 +290,6 @@ void Executor::begin_step(int64_t count, const MicroBatchSource& source, bool ba
       }
     }
     message_shape_ = {made_batch(0).tokens.size(0), model_->shape().hidden};
-    receive_next(link);
   };
   open(from_previous_, parts_.from_previous, parts_.pipeline_rank - 1);
   open(from_next_, parts_.from_next, parts_.pipeline_rank + 1);
@@ -303,11 +302,13 @@ void Executor::end_step() {
   source_ = nullptr;
 }
 
-// One message ahead of need, so that it travels while the rank works.
-void Executor::receive_next(Link& link) {
-  if (link.received == link.messages.size()) return;
-  link.buffer = at::empty(message_shape_, at::TensorOptions(device_).dtype(store_->options().working_dtype));
-  link.arriving = link.channel->receive(link.buffer, &link == &from_previous_ ? 0 : 1);
+// Where it is needed, not ahead: a GPU's receive keeps processors busy until its message comes, and stretched the
+// products beside it by half; and in the first step it waits for kernels that cannot be loaded meanwhile.
+at::Tensor Executor::receive(Link& link) {
+  const at::Tensor values =
+      at::empty(message_shape_, at::TensorOptions(device_).dtype(store_->options().working_dtype));
+  link.channel->receive(values, &link == &from_previous_ ? 0 : 1).wait();
+  return values;
 }
 
 at::Tensor Executor::take(bool forward, const PipelinePass& pass) {
@@ -316,9 +317,7 @@ at::Tensor Executor::take(bool forward, const PipelinePass& pass) {
   const std::tuple wanted(forward, pass.slot, pass.micro_batch);
   while (!mail_.contains(wanted)) {
     const PipelineMessage& message = link.messages.at(link.received++);
-    link.arriving.wait();
-    mail_.emplace(std::tuple(message.forward, message.pass.slot, message.pass.micro_batch), std::move(link.buffer));
-    receive_next(link);
+    mail_.emplace(std::tuple(message.forward, message.pass.slot, message.pass.micro_batch), receive(link));
   }
   return std::move(mail_.extract(wanted).mapped());
 }

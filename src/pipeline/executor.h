@@ -55,8 +55,6 @@ class Executor {
     Communicator* channel = nullptr;
     std::vector<PipelineMessage> messages;  // of this step
     size_t received = 0;                    // of them
-    PendingTransfer arriving;
-    at::Tensor buffer;
   };
 
   void begin_step(int64_t count, const MicroBatchSource& source, bool backward);
@@ -77,7 +75,7 @@ class Executor {
   void finish_layer_backward(const PipelinePass& pass, Flight& flight, int64_t layer, bool weight_grads);
   void finish_backward(const PipelinePass& pass, Flight& flight, bool weight_grads);
 
-  void receive_next(Link& link);
+  at::Tensor receive(Link& link);
   at::Tensor take(bool forward, const PipelinePass& pass);
   void hand_on(bool forward, const PipelinePass& pass, at::Tensor values);
   void wait_for_oldest_send();

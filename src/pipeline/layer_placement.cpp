@@ -7,7 +7,9 @@
 namespace marrow {
 namespace {
 
-constexpr double kLayerRate = 440e12, kHeadRate = 600e12;  // operations per second
+constexpr double kLayerRate = 500e12, kHeadRate = 600e12;  // operations per second
+// Of a forward, a backward takes two of them: weights read three times, gradients added in fp32, at 4.2 TB/s.
+constexpr double kElementSeconds = 18 / 4.2e12 / 3;
 
 using Cost = std::array<int64_t, 3>;  // slowest rank, most layers of a rank, slowest chunk
 
@@ -64,23 +66,25 @@ class Placer {
 
 }  // namespace
 
-ModelCosts model_costs(const MoeModel& model, int64_t seq_len) {
+ModelCosts model_costs(const MoeModel& model, int64_t seq_len, int64_t tokens, int64_t ep) {
   const ModelShape& shape = model.shape();
   const double head = 2.0 * static_cast<double>(shape.hidden) * static_cast<double>(shape.vocab);
   ModelCosts costs{{}, head / kHeadRate};
   double rest = model.forward_flops_per_token(seq_len) - head;  // attention's scores, when products are off
   for (int64_t layer = 0; layer < shape.layers; ++layer) {
-    double products = 0;
+    double products = 0, elements = 0;  // elements: of the matrices that this rank holds
     for (const ParameterSpec& spec : model.layer_specs(layer)) {
       const double share = spec.expert ? static_cast<double>(shape.top_k) / static_cast<double>(shape.experts) : 1;
       for (const HubTensor& part : spec.parts) {
-        if (part.shape.size() > 1) products += 2 * share * static_cast<double>(part.elements());
+        if (part.shape.size() <= 1) continue;
+        products += 2 * share * static_cast<double>(part.elements());
+        elements += static_cast<double>(part.elements()) / static_cast<double>(spec.expert ? ep : 1);
       }
     }
-    costs.layers.push_back(products);
     rest -= products;
+    costs.layers.push_back(products / kLayerRate + elements * kElementSeconds / static_cast<double>(tokens));
   }
-  for (double& cost : costs.layers) cost = (cost + rest / static_cast<double>(shape.layers)) / kLayerRate;
+  for (double& cost : costs.layers) cost += rest / static_cast<double>(shape.layers) / kLayerRate;
   return costs;
 }
 

@@ -15,9 +15,10 @@ struct LayerRange {
   int64_t begin = 0, end = 0;
 };
 
-// Estimated seconds of one token's forward on an H200: floating-point operations at the rates measured
-// for Qwen3-30B-A3B's width, 440 TFLOP/s in layers, 600 in the head.
-ModelCosts model_costs(const MoeModel& model, int64_t seq_len);
+// Estimated seconds of one token's forward on an H200, a third of a step's: floating-point operations at the
+// rates measured for Qwen3-30B-A3B's width, 500 TFLOP/s in layers, 600 in the head; and, once for each
+// micro-batch of `tokens` tokens on a rank, the traffic of a layer's weights and weight gradients.
+ModelCosts model_costs(const MoeModel& model, int64_t seq_len, int64_t tokens, int64_t ep);
 
 // The layers of each chunk, by its place in the model: consecutive, none empty, all layers once. The
 // slowest rank is as fast as can be, the head counted where the last chunk is; where an eighth of a

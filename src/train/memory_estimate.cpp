@@ -32,7 +32,8 @@ class Estimator {
     micro_batches_ = config.train.global_batch / (config.train.micro_batch * config.mesh.dp * config.mesh.ep);
     moved_ = moved_share();
     parts_.pipeline = {config.mesh.schedule, config.mesh.pp};
-    parts_.chunk_layers = place_layers(parts_.pipeline, model_costs(model, config.data.seq_len));
+    parts_.chunk_layers =
+        place_layers(parts_.pipeline, model_costs(model, config.data.seq_len, tokens_, config.mesh.ep));
     for (int64_t layer = 0; layer < model.shape().layers; ++layer) layers_.push_back(layer_bytes(layer));
   }
 
@@ -55,7 +56,7 @@ class Estimator {
 
   double step_seconds() const {
     if (!gpu_ || element_ != 2) return 0;
-    ModelCosts costs = model_costs(model_, config_.data.seq_len);
+    ModelCosts costs = model_costs(model_, config_.data.seq_len, tokens_, config_.mesh.ep);
     const auto seconds = [&] {
       return simulate_pipeline(parts_.pipeline, micro_batches_, all_pipeline_actions(parts_.pipeline, micro_batches_),
                                estimated_times(parts_.pipeline, parts_.chunk_layers, costs, tokens_))

@@ -121,7 +121,9 @@ void PretrainLoop::make_links() {
 
   parts_.pipeline = {config_.mesh.schedule, mesh_.shape.pp};
   parts_.pipeline_rank = mesh_.p;
-  parts_.chunk_layers = place_layers(parts_.pipeline, model_costs(*model_, config_.data.seq_len));
+  const int64_t tokens = config_.train.micro_batch * config_.data.seq_len / mesh_.shape.cp;
+  const ModelCosts costs = model_costs(*model_, config_.data.seq_len, tokens, mesh_.shape.ep);
+  parts_.chunk_layers = place_layers(parts_.pipeline, costs);
   parts_.to_next = links_.to_next.get();
   parts_.from_previous = links_.from_previous.get();
   parts_.to_previous = links_.to_previous.get();

@@ -139,11 +139,14 @@ TEST(ContextAttention, MatchesOneRankOnLongerSequences) {
       for (const int64_t cp : {2, 3}) {
         SCOPED_TRACE(name_of(c, cp));
         const std::vector<at::Tensor> results = on_ranks(cp, inputs, layout, 0.125, false);
-        const double tolerance = dtype == at::kFloat ? 2e-5 : 3e-2;
-        EXPECT_TRUE(tensors_close(results[0], expected, tolerance, tolerance)) << "out";
-        for (int i = 0; i < 3; ++i) {
-          EXPECT_TRUE(tensors_close(results[i + 1], leaves[i].grad(), tolerance, 2 * tolerance)) << "gradient " << i;
-        }
+        // By norm: bf16 rounds single elements of sums over so many keys further off.
+        const auto difference = [](const at::Tensor& a, const at::Tensor& b) {
+          return ((a.cpu().to(at::kFloat) - b).norm() / b.norm()).item<double>();
+        };
+        const double tolerance = dtype == at::kFloat ? 1e-5 : 1e-2;
+        EXPECT_LE(difference(results[0], expected), tolerance) << "out";
+        for (int i = 0; i < 3; ++i)
+          EXPECT_LE(difference(results[i + 1], leaves[i].grad()), tolerance) << "gradient " << i;
       }
     }
   }

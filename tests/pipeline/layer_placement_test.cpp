@@ -126,12 +126,15 @@ TEST(LayerPlacement, NoPlacementIsFaster) {
 
 TEST(LayerPlacement, CostsAreThoseOfTheModel) {
   const auto model = open_model(Json::read_file(std::string(MARROW_SOURCE_DIR) + "/configs/models/qwen3-30b-a3b.json"));
-  const ModelCosts costs = model_costs(*model, 4096);
+  const ModelCosts costs = model_costs(*model, 4096, 16384, 1);
   ASSERT_EQ(costs.layers.size(), 48u);
-  double sum = 600e12 * costs.head;
-  for (const double layer : costs.layers) sum += 440e12 * layer;
-  EXPECT_NEAR(sum / model->forward_flops_per_token(4096), 1.0, 1e-12);
+  const ModelCosts products = model_costs(*model, 4096, int64_t{1} << 50, 1);  // no traffic of weights
+  double sum = 600e12 * products.head;
+  for (const double layer : products.layers) sum += 500e12 * layer;
+  EXPECT_NEAR(sum / model->forward_flops_per_token(4096), 1.0, 1e-6);
   EXPECT_NEAR(costs.head / costs.layers[0], 50.3 / 16.4, 0.15);  // as measured
+  const ModelCosts small = model_costs(*model, 4096, 4096, 1);
+  EXPECT_NEAR(small.head / small.layers[0], 12.9 / 6.8, 0.2);  // likewise, at micro_batch 1
   const PipelineShape shape{kV, 2};
   const auto ranges = place_layers(shape, costs);
   const PipelineTimes times = estimated_times(shape, ranges, costs, 16384);
