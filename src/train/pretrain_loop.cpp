@@ -25,9 +25,12 @@ void check_model_fits(const PretrainConfig& config, const ModelShape& shape) {
                Fix("lower data.seq_len, or raise max_position_embeddings in the model's config"),
                "data.seq_len = {} exceeds the model's max_position_embeddings = {}", config.data.seq_len,
                shape.max_position);
-  MARROW_CHECK(shape.experts % config.mesh.ep == 0, ExitCode::kUsage,
-               Fix(fmt::format("set mesh.ep to a divisor of {}", shape.experts)),
-               "{} experts do not divide by mesh.ep = {}", shape.experts, config.mesh.ep);
+  const int64_t ep = std::max<int64_t>(config.mesh.ep, 1);  // 0: "auto", not yet known
+  MARROW_CHECK(shape.experts % ep == 0, ExitCode::kUsage, Fix("set mesh.ep to a divisor of {}", shape.experts),
+               "{} experts do not divide by mesh.ep = {}", shape.experts, ep);
+  MARROW_CHECK(!shape.tied_embeddings || config.mesh.pp <= 1 || config.mesh.schedule == PipelineSchedule::kDualPipeV,
+               ExitCode::kUsage, Fix("set mesh.schedule = \"dualpipev\", which has embedding and head on one rank"),
+               "mesh.schedule = \"1f1b\" with mesh.pp = {} divides the tied embedding of the model", config.mesh.pp);
   MARROW_CHECK(config.train.recompute != Recompute::kCheap, ExitCode::kUsage,
                Fix("set train.recompute to \"none\" or \"layer\""), "train.recompute = \"cheap\" is not implemented");
   MARROW_CHECK(config.router.balance != BalanceMode::kBias, ExitCode::kUsage,
@@ -87,6 +90,7 @@ PretrainLoop::PretrainLoop(const PretrainConfig& config, Bootstrap& bootstrap, R
 void PretrainLoop::open_inputs() {
   model_config_text_ = read_text_file(config_.model.config, ExitCode::kUsage);
   model_ = open_model(Json::parse(model_config_text_, config_.model.config, ExitCode::kUsage));
+  check_model_fits(config_, model_->shape());  // first what fits with no number of processes
   resolve_mesh(config_, bootstrap_.size());
   check_model_fits(config_, model_->shape());
   const PretrainConfig::MeshSizes& sizes = config_.mesh;

@@ -233,8 +233,11 @@ def bad_models():
     marrow("tokenize", "--tokenizer", "bytes", "--input", WORK / "text/short.txt", "--output", WORK / "short")
     refused(marrow("pretrain", toml("bad", data__train=[str(WORK / "short")])), 3, "short", "10 tokens", "seq_len")
     refused(marrow("pretrain", toml("bad", train__global_batch=5)), 2, "global_batch")
-    refused(marrow("pretrain", toml("bad", mesh__ep=3, train__global_batch=6)), 2, "ep 3", "1 process")
+    refused(marrow("pretrain", toml("bad", mesh__ep=3, train__global_batch=6)), 2, "experts do not divide by mesh.ep = 3", "divisor of")
     refused(marrow("pretrain", toml("bad", mesh__dp=2)), 2, "mesh")
+    (WORK / "tied.json").write_text(json.dumps(tiny | {"tie_word_embeddings": True}))
+    refused(marrow("pretrain", toml("bad", config=WORK / "tied.json", mesh__pp=2, mesh__schedule="1f1b",
+                                    train__micro_batch=1)), 2, "1f1b", "tied", "dualpipev")
     refused(marrow("pretrain", toml("bad", train__dtype="fp8")), 2, "fp8")
     refused(marrow("pretrain", toml("bad", router__balance="bias")), 2, "bias")
     check(not (WORK / "bad/checkpoints").exists(), "nothing was written")

@@ -51,7 +51,7 @@ global_batch = 8
 cpu_threads = 1
 [optimizer]
 lr = 1e-3
-warmup_steps = 300
+warmup_steps = 150
 schedule = "constant"
 [checkpoint]
 keep = 1
