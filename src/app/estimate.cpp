@@ -3,6 +3,7 @@
 #include "app/subcommands.h"
 #include "ops/device.h"
 #include "train/memory_estimate.h"
+#include "train/pretrain_loop.h"
 
 namespace marrow {
 namespace {
@@ -85,6 +86,7 @@ std::string table(const std::vector<RankMemory>& ranks) {
 int run_estimate(const CommandLine& args) {
   const PretrainConfig config = read_planned_config(args);
   const auto model = open_model(Json::read_file(config.model.config, ExitCode::kUsage));
+  check_model_fits(config, model->shape());
   const RunEstimate estimate = estimate_run(*model, config);
   const double memory = memory_of_rank(args, config, std::ssize(estimate.ranks));
   const int64_t most = largest(estimate);

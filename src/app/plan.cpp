@@ -5,6 +5,7 @@
 #include "app/subcommands.h"
 #include "base/files.h"
 #include "pipeline/layer_placement.h"
+#include "train/pretrain_loop.h"
 
 namespace marrow {
 namespace {
@@ -51,6 +52,7 @@ Plan make_plan(const CommandLine& args) {
   const PretrainConfig config = read_planned_config(args);
   const auto& mesh = config.mesh;
   const auto model = open_model(Json::read_file(config.model.config, ExitCode::kUsage));
+  check_model_fits(config, model->shape());
   const ModelCosts costs =
       model_costs(*model, config.data.seq_len, config.train.micro_batch * config.data.seq_len / mesh.cp, mesh.ep);
   Plan plan;

@@ -20,24 +20,6 @@ double balance_coefficient(const PretrainConfig& config, const ModelShape& shape
   return config.router.coef >= 0 ? config.router.coef : shape.router_aux_loss_coef;
 }
 
-void check_model_fits(const PretrainConfig& config, const ModelShape& shape) {
-  MARROW_CHECK(config.data.seq_len <= shape.max_position, ExitCode::kUsage,
-               Fix("lower data.seq_len, or raise max_position_embeddings in the model's config"),
-               "data.seq_len = {} exceeds the model's max_position_embeddings = {}", config.data.seq_len,
-               shape.max_position);
-  const int64_t ep = std::max<int64_t>(config.mesh.ep, 1);  // 0: "auto", not yet known
-  MARROW_CHECK(shape.experts % ep == 0, ExitCode::kUsage, Fix("set mesh.ep to a divisor of {}", shape.experts),
-               "{} experts do not divide by mesh.ep = {}", shape.experts, ep);
-  MARROW_CHECK(!shape.tied_embeddings || config.mesh.pp <= 1 || config.mesh.schedule == PipelineSchedule::kDualPipeV,
-               ExitCode::kUsage, Fix("set mesh.schedule = \"dualpipev\", which has embedding and head on one rank"),
-               "mesh.schedule = \"1f1b\" with mesh.pp = {} divides the tied embedding of the model", config.mesh.pp);
-  MARROW_CHECK(config.train.recompute != Recompute::kCheap, ExitCode::kUsage,
-               Fix("set train.recompute to \"none\" or \"layer\""), "train.recompute = \"cheap\" is not implemented");
-  MARROW_CHECK(config.router.balance != BalanceMode::kBias, ExitCode::kUsage,
-               Fix("set router.balance to \"global\", \"sequence\", \"micro\" or \"none\""),
-               "router.balance = \"bias\": this family's format cannot store a selection bias");
-}
-
 // "parameters 18.7 GB, gradients 12.5 GB, optimizer states 24.9 GB"
 std::string memory_breakdown(const ParameterStore& store) {
   std::string text;
@@ -73,8 +55,27 @@ const char* optimizer_name(OptimizerName name) { return name == OptimizerName::k
 
 }  // namespace
 
+void check_model_fits(const PretrainConfig& config, const ModelShape& shape) {
+  MARROW_CHECK(config.data.seq_len <= shape.max_position, ExitCode::kUsage,
+               Fix("lower data.seq_len, or raise max_position_embeddings in the model's config"),
+               "data.seq_len = {} exceeds the model's max_position_embeddings = {}", config.data.seq_len,
+               shape.max_position);
+  const int64_t ep = std::max<int64_t>(config.mesh.ep, 1);  // 0: "auto", not yet known
+  MARROW_CHECK(shape.experts % ep == 0, ExitCode::kUsage, Fix("set mesh.ep to a divisor of {}", shape.experts),
+               "{} experts do not divide by mesh.ep = {}", shape.experts, ep);
+  MARROW_CHECK(!shape.tied_embeddings || config.mesh.pp <= 1 || config.mesh.schedule == PipelineSchedule::kDualPipeV,
+               ExitCode::kUsage, Fix("set mesh.schedule = \"dualpipev\", which has embedding and head on one rank"),
+               "mesh.schedule = \"1f1b\" with mesh.pp = {} divides the tied embedding of the model", config.mesh.pp);
+  MARROW_CHECK(config.train.recompute != Recompute::kCheap, ExitCode::kUsage,
+               Fix("set train.recompute to \"none\" or \"layer\""), "train.recompute = \"cheap\" is not implemented");
+  MARROW_CHECK(config.router.balance != BalanceMode::kBias, ExitCode::kUsage,
+               Fix("set router.balance to \"global\", \"sequence\", \"micro\" or \"none\""),
+               "router.balance = \"bias\": this family's format cannot store a selection bias");
+}
+
 PretrainLoop::PretrainLoop(const PretrainConfig& config, Bootstrap& bootstrap, RunRecords& records, Logger& logger)
     : config_(config), bootstrap_(bootstrap), records_(records), logger_(logger), device_(at::kCPU) {
+  if (bootstrap.rank() != 0) logger.set_quiet(true);  // what all ranks find, one says
   if (config.train.device == TrainDevice::kGpu) device_ = use_gpu(bootstrap.local_rank());
   run_together(bootstrap, [&] { open_inputs(); });
   check_same_on_all_ranks(bootstrap, "the run's config", to_toml(config_) + model_config_text_ + fingerprint());
@@ -349,12 +350,10 @@ int64_t PretrainLoop::run(StopSignal& stop) {
     // The previous step's numbers are read while the device works on this one.
     settle();
     pending = std::move(launched);
+    const bool last = step == config_.train.steps;
+    const auto due = [&](int64_t every) { return every > 0 && step % every == 0; };
+    if (device_.is_cpu() || last || due(config_.data.validate_every) || due(config_.checkpoint.every)) settle();
     with_step(step, [&] {
-      const bool last = step == config_.train.steps;
-      const auto due = [&](int64_t every) { return every > 0 && step % every == 0; };
-      if (device_.is_cpu() || last || due(config_.data.validate_every) || due(config_.checkpoint.every)) {
-        settle();
-      }
       if (!validation_.empty() && (last || due(config_.data.validate_every))) validate(step);
       if (last || due(config_.checkpoint.every)) save(step);
       checkpoints_->poll();

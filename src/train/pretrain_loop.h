@@ -17,6 +17,10 @@ namespace marrow {
 
 class StepTrace;
 
+// What must hold between a run's config and its model. Errors (kUsage) name key, values and what fits. Sizes of the
+// mesh that are still "auto" count as 1.
+void check_model_fits(const PretrainConfig& config, const ModelShape& shape);
+
 class PretrainLoop {
  public:
   // Opens model, corpora and the run folder, and loads the newest checkpoint or initial values. Every

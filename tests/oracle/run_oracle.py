@@ -238,6 +238,9 @@ def bad_models():
     (WORK / "tied.json").write_text(json.dumps(tiny | {"tie_word_embeddings": True}))
     refused(marrow("pretrain", toml("bad", config=WORK / "tied.json", mesh__pp=2, mesh__schedule="1f1b",
                                     train__micro_batch=1)), 2, "1f1b", "tied", "dualpipev")
+    refused(marrow("estimate", WORK / "bad.toml"), 2, "1f1b", "tied")
+    refused(marrow("plan", WORK / "bad.toml", "--output", WORK / "bad.svg"), 2, "1f1b", "tied")
+    check(not (WORK / "bad.svg").exists(), "no plan was drawn")
     refused(marrow("pretrain", toml("bad", train__dtype="fp8")), 2, "fp8")
     refused(marrow("pretrain", toml("bad", router__balance="bias")), 2, "bias")
     check(not (WORK / "bad/checkpoints").exists(), "nothing was written")
