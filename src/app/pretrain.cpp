@@ -48,7 +48,7 @@ int run_pretrain(const CommandLine& args) {
   try {
     PretrainLoop loop(config, *bootstrap, records, args.logger());
     const int64_t step = loop.run(stop);
-    if (bootstrap->rank() == 0) finish(args, config, step, stop.requested());
+    if (bootstrap->rank() == 0) finish(args, config, step, loop.stopped());
   } catch (const PeerFailure&) {
     throw;
   } catch (...) {

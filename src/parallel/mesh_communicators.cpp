@@ -27,8 +27,8 @@ class Maker {
       const std::vector<std::string> identities = bootstrap_.all_gather(first ? new_nccl_identity() : "");
       if (ranks.size() <= 1) return nullptr;
       const std::string& identity = identities[static_cast<size_t>(ranks.front())];
-      return checked(ranks, make_nccl_communicator(name, ranks, mesh_.rank, identity, options_.device,
-                                                   options_.max_ctas, options_.records));
+      return checked(ranks,
+                     make_nccl_communicator(name, ranks, mesh_.rank, identity, options_.device, options_.records));
     }
     if (ranks.size() <= 1) return nullptr;
     return checked(ranks, make_mpi_communicator(name, ranks, options_.records));
@@ -82,7 +82,6 @@ MeshCommunicators make_mesh_communicators(const Mesh& mesh, Bootstrap& bootstrap
   std::vector<int64_t> world(static_cast<size_t>(bootstrap.size()));
   std::iota(world.begin(), world.end(), int64_t{0});
   made.world = make.group("world", world);
-  made.stage = make.group("stage", mesh.stage_group());
   made.expert = make.group("expert", mesh.expert_group());
   made.context = make.group("context", mesh.context_group());
   made.dense_shard = make.group("dense_shard", mesh.dense_shard_group());

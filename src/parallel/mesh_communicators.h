@@ -12,7 +12,7 @@ class RunRecords;
 // pipeline (p ± 1, the ends are not joined); in each the lower p is rank 0 and the higher rank 1, and
 // what goes up has another link than what goes down, so that neither order waits for the other.
 struct MeshCommunicators {
-  std::unique_ptr<Communicator> world, stage, expert, context, dense_shard, expert_shard, replica;
+  std::unique_ptr<Communicator> world, expert, context, dense_shard, expert_shard, replica;
   std::unique_ptr<Communicator> to_next,
       from_previous;  // p -> p + 1: to_next sends to 1, from_previous receives from 0
   std::unique_ptr<Communicator> to_previous,
@@ -22,7 +22,6 @@ struct MeshCommunicators {
 struct CommunicatorOptions {
   at::Device device = at::kCPU;
   RunRecords* records = nullptr;  // what the watchdog sees; outlives the communicators
-  int max_ctas = 0;               // of a GPU, for each communicator; 0: NCCL chooses
   // Every operation first compares with its peers what it is and its sizes, and an error names the ranks
   // that disagree: slow. By default, where MARROW_DEBUG_COLLECTIVES is 1.
   std::optional<bool> checked;

@@ -10,7 +10,7 @@ std::string new_nccl_identity() {
 }
 
 std::unique_ptr<Communicator> make_nccl_communicator(const std::string&, const std::vector<int64_t>&, int64_t,
-                                                     const std::string&, at::Device, int, RunRecords*) {
+                                                     const std::string&, at::Device, RunRecords*) {
   new_nccl_identity();
   return nullptr;
 }
@@ -67,7 +67,7 @@ bool equal_ranges(std::span<const int64_t> bounds) {
 class NcclCommunicator : public Communicator {
  public:
   NcclCommunicator(std::string name, const std::vector<int64_t>& ranks, int64_t world_rank, const std::string& identity,
-                   at::Device device, int max_ctas, RunRecords* records)
+                   at::Device device, RunRecords* records)
       : name_(std::move(name)),
         rank_(std::find(ranks.begin(), ranks.end(), world_rank) - ranks.begin()),
         size_(static_cast<int64_t>(ranks.size())),
@@ -79,10 +79,9 @@ class NcclCommunicator : public Communicator {
     MARROW_CHECK(identity.size() == sizeof id, ExitCode::kDeviceFault, Fix("start all ranks from one build"),
                  "group {}: an identity of {} bytes, {} wanted", name_, identity.size(), sizeof id);
     std::memcpy(&id, identity.data(), sizeof id);
-    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    if (max_ctas > 0) config.maxCTAs = max_ctas;
     slot_->begin("connect", 0);
     slot_->waited_for = true;
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     check_nccl(ncclCommInitRankConfig(&comm_, static_cast<int>(size_), id, static_cast<int>(rank_), &config),
                "ncclCommInitRankConfig", name_, nullptr);
     slot_->waited_for = false;
@@ -255,8 +254,8 @@ std::string new_nccl_identity() {
 
 std::unique_ptr<Communicator> make_nccl_communicator(const std::string& name, const std::vector<int64_t>& ranks,
                                                      int64_t world_rank, const std::string& identity, at::Device device,
-                                                     int max_ctas, RunRecords* records) {
-  return std::make_unique<NcclCommunicator>(name, ranks, world_rank, identity, device, max_ctas, records);
+                                                     RunRecords* records) {
+  return std::make_unique<NcclCommunicator>(name, ranks, world_rank, identity, device, records);
 }
 
 }  // namespace marrow

@@ -10,10 +10,10 @@ class RunRecords;
 std::string new_nccl_identity();
 
 // A group of the world ranks `ranks`, ascending, each of which calls this; `world_rank` is this one. It has
-// a high-priority stream of its own, and at most `max_ctas` blocks of the GPU (0: NCCL chooses). `records`
-// (may be null) outlives the communicator. NCCL's own errors carry its last message.
+// a high-priority stream of its own. `records` (may be null) outlives the communicator. NCCL's own errors carry its
+// last message.
 std::unique_ptr<Communicator> make_nccl_communicator(const std::string& name, const std::vector<int64_t>& ranks,
                                                      int64_t world_rank, const std::string& identity, at::Device device,
-                                                     int max_ctas, RunRecords* records);
+                                                     RunRecords* records);
 
 }  // namespace marrow

@@ -17,8 +17,6 @@ auto in_layer(int64_t layer, const char* direction, const Work& work) {
   }
 }
 
-std::string layer_group(int64_t layer) { return fmt::format("layers.{}", layer); }
-
 }  // namespace
 
 Executor::Executor(const MoeModel& model, const ModelParts& parts, ParameterStore& store, BalanceTracker* tracker,
@@ -28,9 +26,14 @@ Executor::Executor(const MoeModel& model, const ModelParts& parts, ParameterStor
   for (int64_t slot = 0; slot < parts.pipeline.slots(); ++slot) {
     const auto [first, last] = parts.layers(slot, model.shape());
     for (int64_t layer = first; layer < last; ++layer) {
-      layers_.emplace(layer, model.make_layer(layer, store.table(), device_));
+      Layer& own = layers_[layer];
+      own.layer = model.make_layer(layer, store.table(), device_);
+      own.groups = store.groups_of(fmt::format("layers.{}", layer));
     }
   }
+  embedding_ = store.groups_of("embedding");
+  head_ = store.groups_of("head");
+  if (model.shape().tied_embeddings) tied_ = embedding_;
 }
 
 const Parameter& Executor::head() const {
@@ -85,6 +88,11 @@ void Executor::run(const PipelineAction& action) {
 
 void Executor::run_forward(const PipelinePass& pass) {
   Flight& flight = start_forward(pass);
+  run_layers(pass, flight);
+  finish_forward(pass, flight);
+}
+
+void Executor::run_layers(const PipelinePass& pass, Flight& flight) {
   const auto [first, last] = parts_.layers(pass.slot, model_->shape());
   for (int64_t layer = first; layer < last; ++layer) {
     in_layer(layer, "forward", [&] {
@@ -93,7 +101,6 @@ void Executor::run_forward(const PipelinePass& pass) {
       finish_layer(flight, layer);
     });
   }
-  finish_forward(pass, flight);
 }
 
 void Executor::run_backward(const PipelinePass& pass, bool weight_grads) {
@@ -148,9 +155,9 @@ Executor::Flight& Executor::start_forward(const PipelinePass& pass) {
   context.deterministic = options_.deterministic;
   context.context_ring = parts_.context;
   if (parts_.embeds(pass.slot)) {
-    acquire("embedding");
+    acquire(embedding_);
     flight.values = embedding_forward(flight.batch.tokens, store_->table().at("embedding"));
-    release("embedding");
+    release(embedding_);
   } else {
     flight.values = take(true, pass);
   }
@@ -158,14 +165,15 @@ Executor::Flight& Executor::start_forward(const PipelinePass& pass) {
 }
 
 void Executor::start_layer(Flight& flight, int64_t layer) {
-  acquire(layer_group(layer));
-  flight.layers.emplace_back(*layers_.at(layer), layer, layer_options_);
+  const Layer& own = layers_.at(layer);
+  acquire(own.groups);
+  flight.layers.emplace_back(*own.layer, layer, layer_options_);
   flight.layers.back().start_forward(flight.values, flight.batch.context);
 }
 
 void Executor::finish_layer(Flight& flight, int64_t layer) {
   flight.values = flight.layers.back().finish_forward();
-  release(layer_group(layer));
+  release(layers_.at(layer).groups);
   if (!at::GradMode::is_enabled()) flight.layers.pop_back();
 }
 
@@ -181,11 +189,10 @@ void Executor::finish_forward(const PipelinePass& pass, Flight& flight) {
 // Leaves the gradient of the last layer's output in flight.values.
 void Executor::run_head(const PipelinePass& pass, Flight& flight) {
   const bool training = at::GradMode::is_enabled();
-  const std::string weights = model_->shape().tied_embeddings ? "embedding" : "head";
-  acquire("head");
-  if (weights != "head") acquire(weights);
-  if (training) open_gradients("head");
-  if (training && weights != "head") open_gradients(weights);
+  for (const Groups groups : {head_, tied_}) {
+    acquire(groups);
+    if (training) open_gradients(groups);
+  }
   StageGraph norm;
   const at::Tensor normed = norm.forward({std::exchange(flight.values, {})}, [&](const auto& in) {
     return std::vector<at::Tensor>{model_->final_norm(in[0], store_->table())};
@@ -194,10 +201,10 @@ void Executor::run_head(const PipelinePass& pass, Flight& flight) {
   loss_sum_.add_(loss.loss_sum);
   if (training) {
     flight.values = norm.backward({std::move(loss.d_x)})[0];
-    start_reduce("head", pass.micro_batch);  // tied weights have more to come, from the embedding
+    start_reduce(head_, pass.micro_batch);  // tied weights have more to come, from the embedding
   }
-  release("head");
-  if (weights != "head") release(weights);
+  release(head_);
+  release(tied_);
 }
 
 void Executor::start_backward(const PipelinePass& pass, Flight& flight) {
@@ -205,26 +212,28 @@ void Executor::start_backward(const PipelinePass& pass, Flight& flight) {
 }
 
 void Executor::start_layer_backward(Flight& flight, int64_t layer) {
-  acquire(layer_group(layer));
-  open_gradients(layer_group(layer));
+  const Groups groups = layers_.at(layer).groups;
+  acquire(groups);
+  open_gradients(groups);
   flight.layers.back().start_backward(flight.values);
 }
 
 void Executor::finish_layer_backward(const PipelinePass& pass, Flight& flight, int64_t layer, bool weight_grads) {
   flight.values = flight.layers.back().finish_backward();
   flight.layers.pop_back();
-  release(layer_group(layer));
+  const Groups groups = layers_.at(layer).groups;
+  release(groups);
   if (!weight_grads) return;
   flight.weight_grads.run_all();
-  start_reduce(layer_group(layer), pass.micro_batch);
+  start_reduce(groups, pass.micro_batch);
 }
 
 void Executor::finish_backward(const PipelinePass& pass, Flight& flight, bool weight_grads) {
   const at::Tensor gradient = std::exchange(flight.values, {});
   if (parts_.embeds(pass.slot)) {
-    open_gradients("embedding");
+    open_gradients(embedding_);
     embedding_backward(flight.batch.tokens, gradient, store_->table().at("embedding"), options_.deterministic);
-    start_reduce("embedding", pass.micro_batch);
+    start_reduce(embedding_, pass.micro_batch);
   } else {
     hand_on(false, pass, gradient);
   }
@@ -233,10 +242,10 @@ void Executor::finish_backward(const PipelinePass& pass, Flight& flight, bool we
 
 void Executor::run_weight_grads(const PipelinePass& pass) {
   const auto [first, last] = parts_.layers(pass.slot, model_->shape());
-  for (int64_t layer = first; layer < last; ++layer) open_gradients(layer_group(layer));
+  for (int64_t layer = first; layer < last; ++layer) open_gradients(layers_.at(layer).groups);
   flights_.at({pass.slot, pass.micro_batch}).weight_grads.run_all();
   flights_.erase({pass.slot, pass.micro_batch});
-  for (int64_t layer = last - 1; layer >= first; --layer) start_reduce(layer_group(layer), pass.micro_batch);
+  for (int64_t layer = last - 1; layer >= first; --layer) start_reduce(layers_.at(layer).groups, pass.micro_batch);
 }
 
 // Every chunk of a rank reads the same micro-batch: it is made once.
@@ -248,27 +257,27 @@ MicroBatch& Executor::made_batch(int64_t index) {
 
 // ---- parameters of a group: there from acquire to release, gradients from open_gradients to start_reduce
 
-void Executor::acquire(const std::string& name) {
-  for (FlatGroup& group : store_->groups_of(name)) {
+void Executor::acquire(Groups groups) {
+  for (FlatGroup& group : groups) {
     if (store_->options().by_layer) store_->start_gather(group);
     store_->finish_gather(group);
   }
 }
 
-void Executor::release(const std::string& name) {
-  for (FlatGroup& group : store_->groups_of(name)) store_->release(group);
+void Executor::release(Groups groups) {
+  for (FlatGroup& group : groups) store_->release(group);
 }
 
-void Executor::open_gradients(const std::string& name) {
-  for (FlatGroup& group : store_->groups_of(name)) store_->open_grad(group);
+void Executor::open_gradients(Groups groups) {
+  for (FlatGroup& group : groups) store_->open_grad(group);
 }
 
 // Weight gradients of a chunk come in the order of its micro-batches.
-void Executor::start_reduce(const std::string& name, int64_t micro_batch) {
+void Executor::start_reduce(Groups groups, int64_t micro_batch) {
   if (micro_batch != count_ - 1 && !store_->options().by_layer) return;
-  for (FlatGroup& group : store_->groups_of(name)) store_->start_reduce(group);
+  for (FlatGroup& group : groups) store_->start_reduce(group);
   if (!store_->options().by_layer) return;
-  for (FlatGroup& group : store_->groups_of(std::exchange(reducing_, name))) store_->finish_reduce(group);
+  for (FlatGroup& group : std::exchange(reducing_, groups)) store_->finish_reduce(group);
 }
 
 // ---- what comes from and goes to the neighbours
@@ -303,7 +312,7 @@ void Executor::end_step() {
 }
 
 // Where it is needed, not ahead: a GPU's receive keeps processors busy until its message comes, and stretched the
-// products beside it by half; and in the first step it waits for kernels that cannot be loaded meanwhile.
+// work beside it by a third; and in the first step it waits for kernels that cannot be loaded meanwhile.
 at::Tensor Executor::receive(Link& link) {
   const at::Tensor values =
       at::empty(message_shape_, at::TensorOptions(device_).dtype(store_->options().working_dtype));
@@ -347,11 +356,7 @@ at::Tensor Executor::hidden_states(MicroBatch batch) {
   const MicroBatchSource source = [&](int64_t) { return batch; };
   begin_step(1, source, false);
   Flight& flight = start_forward({0, 0});
-  for (int64_t layer = 0; layer < model_->shape().layers; ++layer) {
-    start_layer(flight, layer);
-    flight.layers.back().run_experts();
-    finish_layer(flight, layer);
-  }
+  run_layers({0, 0}, flight);
   const at::Tensor hidden = model_->final_norm(flight.values, store_->table());
   flights_.clear();
   end_step();

@@ -19,7 +19,8 @@ class Executor {
     bool deterministic = false;
     bool overlap = true;  // false: every exchange of tokens is waited for where it starts
   };
-  // Model, store, and what `parts` points to outlive the executor. `tracker` may be null at inference.
+  // Model, store (with all its groups), and what `parts` points to outlive the executor. `tracker` may be null at
+  // inference.
   Executor(const MoeModel& model, const ModelParts& parts, ParameterStore& store, BalanceTracker* tracker,
            const Options& options);
   Executor(const Executor&) = delete;
@@ -50,6 +51,11 @@ class Executor {
     at::Tensor values;  // [T, H]: hidden states, or their gradient
     WeightGradQueue weight_grads;
   };
+  using Groups = std::span<FlatGroup>;  // of the store, which are gathered and reduced together
+  struct Layer {
+    std::unique_ptr<DecoderLayer> layer;
+    Groups groups;
+  };
   // What a neighbour sends, in its order.
   struct Link {
     Communicator* channel = nullptr;
@@ -60,6 +66,7 @@ class Executor {
   void begin_step(int64_t count, const MicroBatchSource& source, bool backward);
   void run(const PipelineAction& action);
   void run_forward(const PipelinePass& pass);
+  void run_layers(const PipelinePass& pass, Flight& flight);
   void run_backward(const PipelinePass& pass, bool weight_grads);
   void run_weight_grads(const PipelinePass& pass);
   void run_pair(const PipelinePass& forward, const PipelinePass& backward);
@@ -82,10 +89,10 @@ class Executor {
 
   MicroBatch& made_batch(int64_t index);
   const Parameter& head() const;
-  void acquire(const std::string& name);
-  void release(const std::string& name);
-  void open_gradients(const std::string& name);
-  void start_reduce(const std::string& name, int64_t micro_batch);
+  void acquire(Groups groups);
+  void release(Groups groups);
+  void open_gradients(Groups groups);
+  void start_reduce(Groups groups, int64_t micro_batch);
 
   const MoeModel* model_;
   ModelParts parts_;
@@ -94,7 +101,9 @@ class Executor {
   int64_t rows_sent_ = 0;
   Options options_;
   at::Device device_;
-  std::map<int64_t, std::unique_ptr<DecoderLayer>> layers_;  // of this rank, by index in the model
+  std::map<int64_t, Layer> layers_;  // of this rank, by index in the model
+  Groups embedding_, head_;          // empty where another rank has them
+  Groups tied_;                      // what the head reads beside its own: the embedding, or nothing
 
   // Of the step that runs. Keys: slot, micro-batch; forward, slot, micro-batch.
   const MicroBatchSource* source_ = nullptr;
@@ -107,7 +116,7 @@ class Executor {
   std::vector<int64_t> message_shape_;
   Link from_previous_, from_next_;
   std::deque<PendingTransfer> sends_;
-  std::string reducing_;  // by_layer: its whole gradients stay until the next reduction has started
+  Groups reducing_;  // by_layer: their whole gradients stay until the next reduction has started
 };
 
 }  // namespace marrow

@@ -1,5 +1,7 @@
 #include "pipeline/model_setup.h"
 
+#include "models/model_weights.h"
+
 namespace marrow {
 
 LayerRange ModelParts::layers(int64_t slot, const ModelShape& shape) const {
@@ -16,6 +18,12 @@ void add_model_parameters(const MoeModel& model, const ModelParts& parts, Parame
     }
     if (parts.has_head(slot)) store.add("head", model.head_specs());
   }
+}
+
+void load_weights(const MoeModel& model, const std::string& folder, ParameterStore& store) {
+  const ModelWeights weights(folder, all_hub_tensors(model), {.tied_embeddings = model.shape().tied_embeddings});
+  for (const OwnedRange& range : store.owned_ranges()) weights.read(*range.tensor, range.begin, range.master);
+  store.copy_masters_to_working();
 }
 
 }  // namespace marrow

@@ -24,4 +24,8 @@ struct ModelParts {
 // Adds the parameters of the rank's chunks: a group for the embedding, each layer, and the head.
 void add_model_parameters(const MoeModel& model, const ModelParts& parts, ParameterStore& store);
 
+// Fills what this rank holds of the weights from a folder of safetensors, a checkpoint or a Hub folder, and then the
+// working copies. Collective. Errors (kBadInput) unless the files hold exactly the model's tensors.
+void load_weights(const MoeModel& model, const std::string& folder, ParameterStore& store);
+
 }  // namespace marrow

@@ -147,14 +147,6 @@ Checkpoint::Checkpoint(const std::string& folder, const ContentCheck& check)
   TensorFiles headers_are_sound(tensor_paths(folder, ""));
 }
 
-void Checkpoint::load_weights(const std::vector<HubTensor>& model, bool tied_embeddings,
-                              const std::vector<OwnedRange>& ranges) const {
-  const ModelWeights weights(folder_, model, {.tied_embeddings = tied_embeddings});
-  for (const OwnedRange& range : ranges) {
-    weights.read(*range.tensor, range.begin, range.master);
-  }
-}
-
 void Checkpoint::load_optimizer(const std::vector<OwnedRange>& ranges) const {
   MARROW_CHECK(state_.optimizer != "none", ExitCode::kUsage,
                Fix("start a new run from it: set model.init_from to this folder"),

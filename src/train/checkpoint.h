@@ -81,9 +81,6 @@ class Checkpoint {
   const Json& config() const { return config_; }  // the model's config.json
   std::vector<SideFile> tokenizer_files() const { return read_tokenizer_files(folder_); }
 
-  // Fills the masters; errors unless the files hold exactly the tensors of `model`.
-  void load_weights(const std::vector<HubTensor>& model, bool tied_embeddings,
-                    const std::vector<OwnedRange>& ranges) const;
   // Fills exp_avg and exp_avg_sq where they are defined; their absence in the files is an error.
   void load_optimizer(const std::vector<OwnedRange>& ranges) const;
   std::vector<NamedTensor> router_state() const;

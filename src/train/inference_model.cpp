@@ -24,9 +24,7 @@ InferenceModel::InferenceModel(const std::string& path, bool use_gpu, Logger& lo
   options.training = false;
   store_.emplace(options);
   add_model_parameters(*model_, {}, *store_);
-  const ModelWeights weights(folder_, all_hub_tensors(*model_), {.tied_embeddings = model_->shape().tied_embeddings});
-  for (const OwnedRange& range : store_->owned_ranges()) weights.read(*range.tensor, range.begin, range.master);
-  store_->copy_masters_to_working();
+  load_weights(*model_, folder_, *store_);
   executor_.emplace(*model_, ModelParts{}, *store_, nullptr, Executor::Options{});
 }
 

@@ -78,7 +78,9 @@ PretrainLoop::PretrainLoop(const PretrainConfig& config, Bootstrap& bootstrap, R
   if (bootstrap.rank() != 0) logger.set_quiet(true);  // what all ranks find, one says
   if (config.train.device == TrainDevice::kGpu) device_ = use_gpu(bootstrap.local_rank());
   run_together(bootstrap, [&] { open_inputs(); });
-  check_same_on_all_ranks(bootstrap, "the run's config", to_toml(config_) + model_config_text_ + fingerprint());
+  // Each rank may read files of its own.
+  check_same_on_all_ranks(bootstrap, "the run's config",
+                          to_toml(config_) + model_config_text_ + loader_->fingerprint());
   open_run_folder();
   make_links();
   make_engine();
@@ -100,9 +102,6 @@ void PretrainLoop::open_inputs() {
   at::globalContext().setDeterministicAlgorithms(config_.train.deterministic, false);
   open_data();
 }
-
-// What must be the same on every rank, though each reads it from its own disk.
-std::string PretrainLoop::fingerprint() const { return loader_->fingerprint(); }
 
 // Folders and lock are rank 0's; each rank has its own log.
 void PretrainLoop::open_run_folder() {
@@ -265,10 +264,8 @@ std::optional<Checkpoint> PretrainLoop::checkpoint_to_resume() {
 void PretrainLoop::resume_from(const Checkpoint& checkpoint) {
   check_resumable(checkpoint.state(), checkpoint.config(), trainer_state(),
                   Json::parse(model_config_text_, config_.model.config, ExitCode::kUsage));
-  const std::vector<OwnedRange> ranges = store_->owned_ranges();
-  checkpoint.load_weights(all_hub_tensors(*model_), model_->shape().tied_embeddings, ranges);
-  checkpoint.load_optimizer(ranges);
-  store_->copy_masters_to_working();
+  load_weights(*model_, checkpoint.folder(), *store_);
+  checkpoint.load_optimizer(store_->owned_ranges());
   for (const NamedTensor& saved : checkpoint.router_state()) {
     if (saved.name == "previous_counts") tracker_->previous_counts().copy_(saved.tensor);
     if (saved.name == "bias") tracker_->bias().copy_(saved.tensor);
@@ -281,21 +278,15 @@ void PretrainLoop::resume_from(const Checkpoint& checkpoint) {
 }
 
 void PretrainLoop::initialize_from(const std::string& path) {
-  const std::vector<OwnedRange> ranges = store_->owned_ranges();
-  const Json config = Json::parse(model_config_text_, config_.model.config, ExitCode::kUsage);
+  std::string folder = path;
   if (is_checkpoint_path(path)) {
     const Checkpoint checkpoint = open_checkpoint(path, logger_);
-    check_same_model(checkpoint.config(), config);
     check_same_tokenizer(path, checkpoint.state().tokenizer_hash, "data.train", loader_->tokenizer_hash());
-    checkpoint.load_weights(all_hub_tensors(*model_), model_->shape().tied_embeddings, ranges);
-  } else {
-    check_same_model(Json::read_file(path + "/config.json"), config);
-    WeightRules rules;
-    rules.tied_embeddings = model_->shape().tied_embeddings;
-    const ModelWeights weights(path, all_hub_tensors(*model_), rules);
-    for (const OwnedRange& range : ranges) weights.read(*range.tensor, range.begin, range.master);
+    folder = checkpoint.folder();
   }
-  store_->copy_masters_to_working();
+  check_same_model(Json::read_file(folder + "/config.json"),
+                   Json::parse(model_config_text_, config_.model.config, ExitCode::kUsage));
+  load_weights(*model_, folder, *store_);
   logger_.info(fmt::format("initial weights from {}", path));
 }
 

@@ -42,7 +42,6 @@ class PretrainLoop {
 
   void open_inputs();
   void open_data();
-  std::string fingerprint() const;
   void open_run_folder();
   void make_links();
   void make_engine();

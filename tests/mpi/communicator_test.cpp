@@ -156,8 +156,8 @@ TEST_F(CommunicatorTest, MessagesArriveInOrderAndBigOnesCross) {
 TEST_F(CommunicatorTest, OperationsOfTwoGroupsGoOnAtOnce) {
   const at::Tensor a = at::ones({70'001}, on_device(at::kFloat)), b = at::ones({70'001}, on_device(at::kFloat)) * 2;
   const bool world_first = rank() % 2 == 0 || test_device().is_cuda();  // NCCL wants one order on all ranks
-  PendingTransfer first = world_first ? made_.world->all_reduce(a) : made_.stage->all_reduce(b);
-  PendingTransfer second = world_first ? made_.stage->all_reduce(b) : made_.world->all_reduce(a);
+  PendingTransfer first = world_first ? made_.world->all_reduce(a) : made_.dense_shard->all_reduce(b);
+  PendingTransfer second = world_first ? made_.dense_shard->all_reduce(b) : made_.world->all_reduce(a);
   first.wait();
   second.wait();
   EXPECT_EQ(a[5].item<float>(), static_cast<float>(size()));

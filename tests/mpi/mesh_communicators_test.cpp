@@ -70,7 +70,6 @@ TEST(MeshCommunicators, EveryMeshHasItsGroups) {
     CommunicatorOptions options;
     options.device = test_device();
     const MeshCommunicators made = make_mesh_communicators(mesh, test_bootstrap(), options);
-    expect_members(made.stage.get(), mesh.stage_group());
     expect_members(made.expert.get(), mesh.expert_group());
     expect_members(made.context.get(), mesh.context_group());
     expect_members(made.dense_shard.get(), mesh.dense_shard_group());

@@ -46,7 +46,7 @@ void work(const Scenario& scenario, Bootstrap& bootstrap, RunRecords& records, S
     const at::Tensor stops = at::full({1}, stop.requested() ? 1 : 0, at::kLong);
     made.world->all_reduce(stops).wait();
     const at::Tensor values = at::ones({1000 * step % 9000});
-    made.stage->all_reduce(values).wait();
+    made.dense_shard->all_reduce(values).wait();
     if (stops.item<int64_t>() > 0) break;
   }
   if (bootstrap.rank() == 0) fmt::print("stopped {}\n", stop.requested());

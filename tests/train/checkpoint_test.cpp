@@ -291,20 +291,19 @@ TEST(CheckpointTest, OtherModelsTensorsAreRefusedByName) {
   const TemporaryFolder folder;
   save_one(toy, options_for(folder), 1);
   const Checkpoint checkpoint(step_folder(folder / "checkpoints", 1));
-  const std::vector<OwnedRange> none;
   auto more = toy.tensors;
   more.push_back({"model.extra.weight", {3}});
   expect_error(ExitCode::kBadInput, {"model.extra.weight", "missing"},
-               [&] { checkpoint.load_weights(more, false, none); });
+               [&] { ModelWeights(checkpoint.folder(), more, {}); });
   auto fewer = toy.tensors;
   const std::string last = fewer.back().name;
   fewer.pop_back();
   expect_error(ExitCode::kBadInput, {last.c_str(), "does not belong"},
-               [&] { checkpoint.load_weights(fewer, false, none); });
+               [&] { ModelWeights(checkpoint.folder(), fewer, {}); });
   auto other = toy.tensors;
   other[0].shape = {600, 16};
   expect_error(ExitCode::kBadInput, {"embed_tokens", "[515, 16]", "[600, 16]"},
-               [&] { checkpoint.load_weights(other, false, none); });
+               [&] { ModelWeights(checkpoint.folder(), other, {}); });
   // Muon keeps no second moment of matrices; AdamW would miss it.
   const ToyModel muon(OptimizerName::kMuon);
   expect_error(ExitCode::kBadInput, {".exp_avg_sq", "present"},

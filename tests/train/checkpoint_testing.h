@@ -153,7 +153,9 @@ inline void expect_filled(const std::vector<std::vector<OwnedRange>>& owned, int
 inline void load_all(const ToyModel& toy, const Checkpoint& checkpoint,
                      const std::vector<std::vector<OwnedRange>>& owned) {
   for (const auto& ranges : owned) {
-    checkpoint.load_weights(toy.tensors, toy.model->shape().tied_embeddings, ranges);
+    const ModelWeights weights(checkpoint.folder(), toy.tensors,
+                               {.tied_embeddings = toy.model->shape().tied_embeddings});
+    for (const OwnedRange& range : ranges) weights.read(*range.tensor, range.begin, range.master);
     checkpoint.load_optimizer(ranges);
   }
 }

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# who_waits.sh RUN_DIR: what each rank of a run did last. Ends in PASS (nobody waits long) or FAIL … next: COMMAND.
+# who_waits.sh RUN_DIR: how old a run's last step is, which marrow processes run, the first error. Ends in PASS (nobody waits long) or FAIL … next: COMMAND.
 set -uo pipefail
 run=${1:?usage: who_waits.sh RUN_DIR}
 [[ -d $run ]] || { echo "FAIL $run is no folder  next: ls runs"; exit 1; }
