@@ -16,6 +16,7 @@ done
 sort -u bundle/lib.txt | xargs -r cp -L -t bundle/lib && rm bundle/lib.txt
 cp -r configs bundle/
 mkdir -p bundle/tools && cp tools/gpu_env.sh bundle/tools/
-cp tools/run_gpu_tests.sh bundle/run_gpu_tests.sh
+cp build-gpu/libsync_counter.so bundle/lib/
+cp tools/run_gpu_tests.sh tests/gpu/count_syncs.sh bundle/
 size=$(du -sm bundle | cut -f 1)
 ((size <= 64)) || { echo "bundle/ has $size MiB, at most 64 fit: $(du -m bundle/bin/* | sort -rn | head -n 3 | tr '\n' ' ')"; exit 1; }

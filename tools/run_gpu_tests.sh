@@ -10,7 +10,7 @@ run() {  # name, command…: counts what GoogleTest passed, or one
   local name=$1 status=0 count
   shift
   "$@" > "$name.log" 2>&1 || status=$?
-  count=$(sed -nE 's/^\[  PASSED  \] ([0-9]+) tests?\..*/\1/p; s/^PASS [0-9]+ processes: ([0-9]+) runs.*/\1/p' "$name.log" | head -n 1)
+  count=$(sed -nE 's/^\[  PASSED  \] ([0-9]+) tests?\..*/\1/p; s/^PASS [0-9]+ processes: ([0-9]+) runs.*/\1/p; s/^PASS no step.*/1/p' "$name.log" | head -n 1)
   echo "$name: exit $status, ${count:-0} passed"
   passed=$((passed + ${count:-0}))
   ((status == 0)) || { failed+=" $name"; grep -E -A 8 'Failure|FAILED|WRONG|error|fix:' "$name.log" | head -n 40; }
@@ -19,11 +19,13 @@ run() {  # name, command…: counts what GoogleTest passed, or one
 for name in test_ops test_models test_parallel test_pipeline; do
   run "$name" "bin/$name" --gtest_brief=1 --gtest_filter="${1:-*}"
 done
+run count_syncs ./count_syncs.sh
 if (($(nvidia-smi -L | wc -l) >= 2)); then
   two=(mpirun --allow-run-as-root --bind-to none -n 2)
   run test_mpi timeout 300 "${two[@]}" bin/test_mpi --gtest_brief=1 --gtest_color=no
   # Muon's products are bf16 on a GPU, whatever the dtype: only AdamW can be held to fp32's limits.
   run test_mesh timeout 300 "${two[@]}" bin/test_mesh adamw gpu
+  run races timeout 300 "${two[@]}" bin/test_mesh races 30 gpu
 fi
 echo "$passed passed, $(wc -w <<< "$failed") failed"
 [[ -z $failed ]] || { echo "FAIL$failed  next: cat *.log"; exit 1; }
