@@ -27,9 +27,10 @@ int64_t largest(const RunEstimate& estimate) {
 }
 
 using Change = std::pair<const char*, void (*)(PretrainConfig&)>;
-constexpr size_t kOnSameRanks = 4;  // the first so many
+constexpr size_t kOnSameRanks = 5;  // the first so many
 constexpr Change kChanges[] = {
     {"train.micro_batch = 1", [](PretrainConfig& c) { c.train.micro_batch = 1; }},
+    {"train.recompute = \"cheap\"", [](PretrainConfig& c) { c.train.recompute = Recompute::kCheap; }},
     {"train.recompute = \"layer\"", [](PretrainConfig& c) { c.train.recompute = Recompute::kLayer; }},
     {"optimizer.state_dtype = \"bf16\"",
      [](PretrainConfig& c) {

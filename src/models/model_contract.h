@@ -9,6 +9,7 @@
 #include "ops/parameter.h"
 #include "ops/parameter_spec.h"
 #include "ops/pch.h"
+#include "ops/recompute.h"
 #include "ops/router.h"
 #include "ops/row_map.h"
 #include "ops/weight_grad_queue.h"
@@ -47,6 +48,7 @@ struct LayerContext {
   WeightGradQueue* weight_grads = nullptr;
   Communicator* context_ring = nullptr;  // context group, keys and values go round it; none: cp = 1
   KeyValueCache* cache = nullptr;        // generation: attention reads and extends it
+  RecomputeList* recompute = nullptr;    // train.recompute = "cheap": a stage adds what its backward makes again
 };
 
 // What S1 gives.
@@ -65,7 +67,8 @@ class DecoderLayer {
   // expert). Returns [R, H], each row multiplied by its weight.
   virtual at::Tensor run_experts(const at::Tensor& rows, const at::Tensor& row_weights, const at::Tensor& offsets,
                                  const LayerContext&) const = 0;
-  // S5. residual and normed as S1 gave them, rows [R, H] of S4 with the map from tokens to rows.
+  // S5. residual and normed as S1 gave them, rows [R, H] of S4 with the map from tokens to rows; its backward must
+  // not read the rows, whose memory may be gone.
   virtual at::Tensor combine_and_add(const at::Tensor& residual, const at::Tensor& normed, const at::Tensor& rows,
                                      const RowMap& map, const LayerContext&) const = 0;
 };
@@ -73,6 +76,7 @@ class DecoderLayer {
 // Memory of a layer's operators, for `marrow estimate`: bytes for each token, and for each row of experts, in S3.
 struct ActivationBytes {
   int64_t token = 0, expert_row = 0;                    // from forward to backward; inputs included, S3's result not
+  int64_t token_cheap = 0, expert_row_cheap = 0;        // of these, what train.recompute = "cheap" makes again
   int64_t token_backward = 0, expert_row_backward = 0;  // the most besides, while S1's or S3's backward runs
   int64_t token_ring = 0;                               // and so where a context group splits sequences
 };

@@ -143,6 +143,14 @@ class Qwen3MoeLayer final : public DecoderLayer {
     const at::Tensor qkv = linear(normed, qkv_, *context.weight_grads);
     const auto [q, k, v] =
         qk_norm_rope(qkv, q_norm_, k_norm_, rope_, context.positions, config_.heads, config_.kv_heads, eps);
+    if (context.recompute != nullptr) {
+      context.recompute->add({normed}, [=, this] { return std::vector{rms_norm(hidden, input_norm_, eps)}; });
+      context.recompute->add({q, k}, [=, this, positions = context.positions] {
+        const auto [q_again, k_again, view] =
+            qk_norm_rope(qkv, q_norm_, k_norm_, rope_, positions, config_.heads, config_.kv_heads, eps);
+        return std::vector{q_again, k_again};
+      });
+    }
     const double scale = 1.0 / std::sqrt(static_cast<double>(config_.head_size));
     const at::Tensor attended =
         context.cache != nullptr
@@ -163,6 +171,9 @@ class Qwen3MoeLayer final : public DecoderLayer {
                          const LayerContext& context) const override {
     const at::Tensor gate_up = grouped_linear(rows, gate_up_, offsets, *context.weight_grads);
     const at::Tensor activated = swiglu(gate_up, row_weights);
+    if (context.recompute != nullptr) {
+      context.recompute->add({activated}, [=] { return std::vector{swiglu(gate_up, row_weights)}; });
+    }
     return grouped_linear(activated, down_, offsets, *context.weight_grads);
   }
 
@@ -274,6 +285,8 @@ class Qwen3Moe final : public MoeModel {
     bytes.token = element * (4 * hidden + (q + 2 * kv) + q + kv + q) +
                   4 * (config_.heads + experts + 1 + 2 * config_.shape.top_k);
     bytes.expert_row = element * (hidden + 2 * inner + inner) + 4;  // row, gate and up, activated, weight
+    bytes.token_cheap = element * (hidden + q + kv);
+    bytes.expert_row_cheap = element * (hidden + inner);
     bytes.token_backward = element * (2 * (q + 2 * kv) + 4 * hidden + 2 * experts);
     // The gradient of the result, and then those of activated, gate and up, or that of the row.
     bytes.expert_row_backward = element * (hidden + std::max(hidden, 3 * inner));

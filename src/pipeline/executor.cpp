@@ -22,7 +22,8 @@ auto in_layer(int64_t layer, const char* direction, const Work& work) {
 Executor::Executor(const MoeModel& model, const ModelParts& parts, ParameterStore& store, BalanceTracker* tracker,
                    const Options& options)
     : model_(&model), parts_(parts), store_(&store), options_(options), device_(store.options().device) {
-  layer_options_ = {parts.experts, tracker, options.recompute_layers, options.overlap, &rows_sent_};
+  layer_options_ = {parts.experts,           tracker,         options.recompute_layers,
+                    options.recompute_cheap, options.overlap, &rows_sent_};
   for (int64_t slot = 0; slot < parts.pipeline.slots(); ++slot) {
     const auto [first, last] = parts.layers(slot, model.shape());
     for (int64_t layer = first; layer < last; ++layer) {

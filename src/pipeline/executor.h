@@ -15,6 +15,7 @@ class Executor {
  public:
   struct Options {
     bool recompute_layers = false;
+    bool recompute_cheap = false;
     bool forced_routing = false;
     bool deterministic = false;
     bool overlap = true;  // false: every exchange of tokens is waited for where it starts

@@ -12,14 +12,20 @@ void LayerPass::start_forward(const at::Tensor& hidden, const LayerContext& shar
     context_.selection_bias = options_.tracker->selection_bias(index_);
   }
   options_.recompute = options_.recompute && at::GradMode::is_enabled();
+  options_.recompute_cheap = options_.recompute_cheap && at::GradMode::is_enabled();
   if (options_.recompute) input_ = hidden;
   const at::AutoGradMode keep(at::GradMode::is_enabled() && !options_.recompute);
   attend(hidden, true);
 }
 
+const LayerContext& LayerPass::noting(RecomputeList& list) {
+  context_.recompute = options_.recompute_cheap ? &list : nullptr;
+  return context_;
+}
+
 void LayerPass::attend(const at::Tensor& hidden, bool first_time) {
   values_ = attend_.forward({hidden}, [&](const auto& in) {
-    RoutedTokens out = layer_->attend_and_route(in[0], context_);
+    RoutedTokens out = layer_->attend_and_route(in[0], noting(attend_again_));
     routing_ = out.routing;
     return std::vector<at::Tensor>{out.residual, out.normed, out.routing.weights};
   });
@@ -44,8 +50,13 @@ void LayerPass::run_experts() {
   const ExpertPermutation order = expert_permutation(tokens.experts, routing_.counts.size(1) / ranks);
   const auto out = experts_.forward({tokens.rows, tokens.weights}, [&](const auto& in) {
     const at::Tensor rows = gather_rows(in[0], order.map, tokens.expert_rows);
+    if (options_.recompute_cheap) {
+      rows_again_.add({rows}, [tokens = in[0].detach(), map = order.map, count = tokens.expert_rows] {
+        return std::vector{gather_rows(tokens, map, count)};
+      });
+    }
     const at::Tensor weights = gather_values(in[1], order).narrow(0, 0, tokens.expert_rows);
-    const at::Tensor results = layer_->run_experts(rows, weights, order.offsets, context_);
+    const at::Tensor results = layer_->run_experts(rows, weights, order.offsets, noting(experts_again_));
     // Here or, where no rank is between, in S5, together with the residual.
     return std::vector<at::Tensor>{exchange_ ? sum_rows(results, order.map, {}) : results};
   });
@@ -59,8 +70,13 @@ at::Tensor LayerPass::finish_forward() {
   const at::AutoGradMode keep(at::GradMode::is_enabled() && !options_.recompute);
   if (exchange_) values_.back() = exchange_->finish_combine();
   const auto out = combine_.forward(values_, [&](const auto& in) {
-    return std::vector<at::Tensor>{layer_->combine_and_add(in[0], in[1], in[2], rows_of_tokens_, context_)};
+    return std::vector<at::Tensor>{
+        layer_->combine_and_add(in[0], in[1], in[2], rows_of_tokens_, noting(combine_again_))};
   });
+  if (options_.recompute_cheap) {
+    for (const RecomputeList* list : {&attend_again_, &rows_again_, &experts_again_, &combine_again_}) list->release();
+    release_memory(values_.back());
+  }
   values_.clear();
   if (!at::GradMode::is_enabled()) exchange_.reset();
   return out[0];
@@ -74,6 +90,7 @@ void LayerPass::start_backward(const at::Tensor& d_output) {
     finish_forward();
     input_.reset();
   }
+  combine_again_.restore();
   values_ = combine_.backward({d_output});  // of residual, normed, rows
   if (!exchange_) return;
   exchange_->start_combine_backward(values_.back());
@@ -87,6 +104,11 @@ void LayerPass::run_experts_backward() {
   } else {
     d_rows[0] = std::move(values_.back());
     values_.pop_back();
+  }
+  experts_again_.restore();
+  // Only the first product's weight gradient reads the rows, when it comes to it.
+  if (options_.recompute_cheap) {
+    context_.weight_grads->push([rows = std::exchange(rows_again_, {})]() mutable { rows.restore(); });
   }
   const auto d_tokens = experts_.backward(d_rows);  // of rows or `normed`, and weights
   if (exchange_) {
@@ -105,6 +127,7 @@ at::Tensor LayerPass::finish_backward() {
     values_.push_back(std::move(d_weights));
     exchange_.reset();
   }
+  attend_again_.restore();
   return attend_.backward(std::exchange(values_, {}))[0];
 }
 

@@ -18,6 +18,7 @@ class LayerPass {
     Communicator* experts = nullptr;  // ranks that share the experts; null: this rank has all
     BalanceTracker* tracker = nullptr;
     bool recompute = false;        // keep only the input, and run the forward again before the backward
+    bool recompute_cheap = false;  // keep all but what the stages add to a RecomputeList
     bool overlap = true;           // false: each move is waited for at once
     int64_t* rows_sent = nullptr;  // adds the rows that forwards send to other ranks
   };
@@ -36,6 +37,8 @@ class LayerPass {
 
  private:
   void attend(const at::Tensor& hidden, bool first_time);
+  // The context of a stage, which adds to `list` what is cheap to make again.
+  const LayerContext& noting(RecomputeList& list);
 
   const DecoderLayer* layer_;
   int64_t index_;
@@ -43,6 +46,7 @@ class LayerPass {
   LayerContext context_;
   at::Tensor input_;  // kept only for recomputation
   StageGraph attend_, experts_, combine_;
+  RecomputeList attend_again_, rows_again_, experts_again_, combine_again_;
   RouterOutput routing_;
   std::optional<ExpertDispatch> exchange_;
   RowMap rows_of_tokens_;           // of what S5 sums

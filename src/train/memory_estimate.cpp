@@ -20,6 +20,7 @@ struct LayerBytes {
   int64_t forward_work = 0;   // besides, while its forward runs
   int64_t backward_work = 0;  // besides, while its backward runs
   int64_t elements = 0;       // of its parameters, before sharding
+  int64_t put_off = 0;        // besides `kept`, until weight gradients that are put off were added
 };
 
 class Estimator {
@@ -98,9 +99,13 @@ class Estimator {
       elements += spec.expert ? n / ep : n;
       if (spec.expert) largest = std::max(largest, n / ep);
     }
-    if (recomputes()) return {hidden_, kept, kept + work, elements};
+    if (recomputes()) return {hidden_, kept, kept + work, elements, kept - hidden_};
     // On the GPU a grouped product's weight gradient is whole in bf16 before it is added.
-    return {kept, 0, std::max(work, gpu_ && element_ == 2 ? 2 * largest : 0), elements};
+    const int64_t after = std::max(work, gpu_ && element_ == 2 ? 2 * largest : 0);
+    if (config_.train.recompute != Recompute::kCheap) return {kept, 0, after, elements};
+    const int64_t cheap = tokens_ * each.token_cheap + rows * each.expert_row_cheap;
+    const int64_t gone = ep == 1 ? between : std::llround(moved_);  // what S5 has summed
+    return {kept - cheap - gone, cheap + gone, cheap + after, elements, cheap};
   }
 
   // Logits of some rows, fp32 on the CPU; the normed states, their gradient, and that before the norm.
@@ -127,7 +132,9 @@ class Estimator {
         const LayerBytes backward = up > up_end ? layers_[--up] : LayerBytes{};
         held += forward.kept;
         peak = std::max(peak, held + forward.forward_work + backward.backward_work);
+        if (action.kind == ActionKind::kBackwardInput) held += backward.put_off;
         held -= frees ? backward.kept : 0;
+        if (action.kind == ActionKind::kWeightGrad) held -= backward.put_off;
       }
       held += (action.forward ? hidden_ : 0) - (frees ? hidden_ : 0);  // a chunk's output, later its gradient
       const bool head = action.forward && parts_.has_head(action.forward.slot);

@@ -250,7 +250,7 @@ std::vector<Key> all_keys(PretrainConfig& c) {
           "of the forward and backward; default: bf16 on a GPU, fp32 on the CPU"),
       key("train.deterministic", c.train.deterministic, flag(), "bitwise equal runs on one mesh"),
       key("train.recompute", c.train.recompute, choice<Recompute>({"none", "cheap", "layer"}),
-          "activations computed again in the backward"),
+          "activations computed again in the backward: those without a product, or all but a layer's input"),
       key("train.overlap", c.train.overlap, flag(), "hide communication behind computation"),
       key("train.skip_nonfinite", c.train.skip_nonfinite, integer(0),
           "steps with a non-finite gradient to skip before the run stops"),

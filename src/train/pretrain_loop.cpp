@@ -66,8 +66,6 @@ void check_model_fits(const PretrainConfig& config, const ModelShape& shape) {
   MARROW_CHECK(!shape.tied_embeddings || config.mesh.pp <= 1 || config.mesh.schedule == PipelineSchedule::kDualPipeV,
                ExitCode::kUsage, Fix("set mesh.schedule = \"dualpipev\", which has embedding and head on one rank"),
                "mesh.schedule = \"1f1b\" with mesh.pp = {} divides the tied embedding of the model", config.mesh.pp);
-  MARROW_CHECK(config.train.recompute != Recompute::kCheap, ExitCode::kUsage,
-               Fix("set train.recompute to \"none\" or \"layer\""), "train.recompute = \"cheap\" is not implemented");
   MARROW_CHECK(config.router.balance != BalanceMode::kBias, ExitCode::kUsage,
                Fix("set router.balance to \"global\", \"sequence\", \"micro\" or \"none\""),
                "router.balance = \"bias\": this family's format cannot store a selection bias");
@@ -162,6 +160,7 @@ void PretrainLoop::make_engine() {
 
   Executor::Options executor;
   executor.recompute_layers = config_.train.recompute == Recompute::kLayer;
+  executor.recompute_cheap = config_.train.recompute == Recompute::kCheap;
   executor.forced_routing = config_.router.forced;
   executor.deterministic = config_.train.deterministic;
   executor.overlap = config_.train.overlap;

@@ -133,6 +133,9 @@ TEST_F(EstimateTest, EachDimensionDividesWhatItShould) {
   EXPECT_LT(ep.activations, one.activations * 3 / 2);  // even routing; a layer more, for the pair
   const RankMemory recomputed = estimate({"train.recompute=\"layer\""}).ranks[0];
   EXPECT_LT(recomputed.activations, one.activations / 2);
+  const RankMemory cheap = estimate({"train.recompute=\"cheap\""}).ranks[0];
+  EXPECT_LT(cheap.activations, one.activations * 3 / 4);
+  EXPECT_LT(recomputed.activations, cheap.activations);
 
   // A pipeline holds more micro-batches of fewer layers: of 2·pp + 1 passes' chunks, or of pp − rank with 1F1B.
   const auto live = [&](const std::string& schedule) {
@@ -164,8 +167,9 @@ TEST_F(EstimateTest, PrintsATableAndAdviceAndRefusesNothing) {
   EXPECT_NE(out().find("\n0-1 "), std::string::npos) << out();
   EXPECT_NE(out().find("\n2-3 "), std::string::npos) << out();
   EXPECT_NE(out().find("\ndoes not fit: "), std::string::npos) << out();
-  for (const char* change : {"train.micro_batch = 1: ", "train.recompute = \"layer\": ",
-                             "optimizer.state_dtype = \"bf16\": ", "all of these: ", "twice mesh.dp: "}) {
+  for (const char* change :
+       {"train.micro_batch = 1: ", "train.recompute = \"cheap\": ", "train.recompute = \"layer\": ",
+        "optimizer.state_dtype = \"bf16\": ", "all of these: ", "twice mesh.dp: "}) {
     EXPECT_NE(out().find(change), std::string::npos) << change << out();
   }
   EXPECT_EQ(out().find("mesh.shard"), std::string::npos) << out();  // no help on few ranks with few layers

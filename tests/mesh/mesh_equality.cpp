@@ -44,7 +44,7 @@ std::vector<Setting> settings(int64_t world) {
     }
     Setting special{mesh};
     special.documents = turn % 3 == 0;
-    special.recompute = turn % 3 == 1;
+    special.recompute = turn % 5 % 2 == 0 ? Recompute::kCheap : Recompute::kLayer;
     special.tied = turn % 3 != 1;
     special.overlap = turn % 2 == 0;
     if (mesh.pp > 1 && !special.tied) special.schedule = PipelineSchedule::kOneFOneB;
@@ -60,7 +60,7 @@ std::vector<Setting> settings(int64_t world) {
     for (const std::vector<int64_t>& experts : {std::vector<int64_t>{0, 1}, {6, 7}}) {
       Setting skewed{mesh};
       skewed.experts = experts;
-      skewed.recompute = experts[0] == 6;
+      if (experts[0] == 6) skewed.recompute = Recompute::kLayer;
       skewed.by_layer = experts[0] == 6;
       skewed.steps = 20;
       list.push_back(skewed);
@@ -88,6 +88,7 @@ class References {
   int64_t seed(Setting setting) {
     int64_t& seed = seeds_[folder(setting)];
     setting.micro_batch = 1;
+    setting.recompute = Recompute::kNone;
     for (setting.seed = 3; seed == 0; ++setting.seed) {
       fs::remove_all(folder(setting));
       PretrainConfig config = run_config(root_, fs::path(folder(setting)).filename(), setting);

@@ -19,15 +19,16 @@ std::string Setting::model_text() const {
   constexpr const char* balances[] = {"none", "micro", "sequence", "global", "bias"};
   return fmt::format("{} {}{}{}{}", optimizer == OptimizerName::kMuon ? "muon" : "adamw",
                      balances[static_cast<size_t>(balance)], tied ? " tied" : "", documents ? " documents" : "",
-                     recompute ? " recompute" : "") +
-         (experts.empty() ? "" : fmt::format(" on {}-{}", experts.front(), experts.back()));
+                     experts.empty() ? "" : fmt::format(" on {}-{}", experts.front(), experts.back()));
 }
 
 std::string Setting::text() const {
-  return fmt::format("pp{} dp{} cp{} ep{}{} {}{}{}{}{}", mesh.pp, mesh.dp, mesh.cp, mesh.ep,
+  constexpr const char* recomputed[] = {"", " recompute-cheap", " recompute-layer"};
+  return fmt::format("pp{} dp{} cp{} ep{}{} {}{}{}{}{}{}", mesh.pp, mesh.dp, mesh.cp, mesh.ep,
                      mesh.replicate > 1 ? fmt::format(" replicate{}", mesh.replicate) : "", model_text(),
                      schedule == PipelineSchedule::kOneFOneB ? " 1f1b" : "", overlap ? "" : " no-overlap",
-                     by_layer ? " shard-layer" : "", micro_batch > 1 ? " micro-batch2" : "");
+                     by_layer ? " shard-layer" : "", micro_batch > 1 ? " micro-batch2" : "",
+                     recomputed[static_cast<size_t>(recompute)]);
 }
 
 namespace {
@@ -62,7 +63,7 @@ PretrainConfig run_config(const std::string& root, const std::string& name, cons
   if (setting.gpu) config.train.device = TrainDevice::kGpu;
   config.train.overlap = setting.overlap;
   if (setting.by_layer) config.mesh.shard = ShardMode::kLayer;
-  if (setting.recompute) config.train.recompute = Recompute::kLayer;
+  config.train.recompute = setting.recompute;
   config.optimizer.name = setting.optimizer;
   config.optimizer.lr = 2e-3;
   config.optimizer.eps = 1e-3;  // a smaller one turns the first step into a sign, and hides scales

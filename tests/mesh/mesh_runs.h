@@ -17,7 +17,8 @@ struct Setting {
   OptimizerName optimizer = OptimizerName::kAdamW;
   BalanceMode balance = BalanceMode::kGlobal;
   PipelineSchedule schedule = PipelineSchedule::kDualPipeV;
-  bool tied = false, documents = false, recompute = false, overlap = true, by_layer = false, gpu = false;
+  Recompute recompute = Recompute::kNone;
+  bool tied = false, documents = false, overlap = true, by_layer = false, gpu = false;
   bool deterministic = false;
   int64_t micro_batch = 1, steps = 5, seed = 3;
   std::vector<int64_t> experts = {};  // all tokens go to these; empty: natural routing

@@ -106,6 +106,18 @@ def layouts_agree():
         check(abs(a["loss"] - b["loss"]) <= 1e-5 * a["loss"], f"losses {a['loss']} and {b['loss']}")
 
 
+def recomputation_changes_no_bit():
+    for dtype in ("fp32", "bf16"):
+        seen = []
+        for recompute in ("none", "cheap", "layer"):
+            name = f"recompute-{dtype}-{recompute}"
+            done = marrow("pretrain", toml(name, train__dtype=dtype, train__recompute=recompute))
+            check(done.returncode == 0, done.stderr)
+            seen.append(([(line["loss"], line["grad_norm"]) for line in metrics(name)],
+                         hashes(WORK / f"{name}/checkpoints/step-00000020")))
+        check(seen[1] == seen[0] and seen[2] == seen[0], f"{dtype}: none, cheap and layer differ")
+
+
 def signals_save():
     """SIGTERM, SIGINT and SIGHUP save and end a run; SIGHUP does not where it is ignored, as under nohup."""
     for name, number, ignored in (("term", signal.SIGTERM, False), ("int", signal.SIGINT, False),
@@ -304,7 +316,7 @@ def masks_drop_targets():
 
 def main():
     make_corpus()
-    for case in (resume_is_exact, layouts_agree, signals_save, damage_is_passed_over, full_disk, divergence, changed_runs,
+    for case in (resume_is_exact, layouts_agree, recomputation_changes_no_bit, signals_save, damage_is_passed_over, full_disk, divergence, changed_runs,
                  new_runs_keep_apart, small_updates_survive, bad_models, odd_words_and_files, masks_drop_targets):
         start = time.time()
         case()

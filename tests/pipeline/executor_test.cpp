@@ -1,4 +1,5 @@
 // The whole model in one process: gradients against finite differences and other layouts.
+#include <c10/core/CPUAllocator.h>
 #include <malloc.h>
 #include "toy_model.h"
 
@@ -54,20 +55,85 @@ TEST(Executor, MicroBatchSizeDoesNotChangeLossOrGradient) {
   }
 }
 
-TEST(Executor, RecomputedLayersGiveTheSameBits) {
+// Steps on the gradient; both modes of recomputation against none, after one step and after three.
+TEST(Executor, RecomputationGivesTheSameBits) {
   const auto tokens = random_tokens(4, 32, 3);
-  for (const BalanceMode mode : {BalanceMode::kMicro, BalanceMode::kSequence}) {
-    ToyOptions options;
-    options.balance = mode;
-    options.coef = 0.1;
-    ToyModel kept(options);
-    options.recompute = true;
-    ToyModel recomputed(options);
-    kept.accumulate(tokens, shifted(tokens), 2);
-    recomputed.accumulate(tokens, shifted(tokens), 2);
-    EXPECT_TRUE(at::equal(kept.all_gradients(), recomputed.all_gradients()));
-    EXPECT_TRUE(at::equal(kept.tracker().losses(), recomputed.tracker().losses()));
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+    for (const BalanceMode mode : {BalanceMode::kMicro, BalanceMode::kSequence}) {
+      ToyOptions options;
+      options.balance = mode;
+      options.coef = 0.1;
+      options.dtype = dtype;
+      ToyModel kept(options);
+      options.recompute = true;
+      ToyModel layers(options);
+      options.recompute = false;
+      options.recompute_cheap = true;
+      ToyModel cheap(options);
+      for (int step = 1; step <= 3; ++step) {
+        SCOPED_TRACE(fmt::format("{} step {}", c10::toString(dtype), step));
+        const double loss = kept.accumulate(tokens, shifted(tokens), 2);
+        for (ToyModel* recomputed : {&layers, &cheap}) {
+          EXPECT_EQ(recomputed->accumulate(tokens, shifted(tokens), 2), loss);
+          EXPECT_TRUE(at::equal(kept.all_gradients(), recomputed->all_gradients()));
+          EXPECT_TRUE(at::equal(kept.tracker().losses(), recomputed->tracker().losses()));
+        }
+        for (ToyModel* toy : {&kept, &layers, &cheap}) {
+          for (FlatGroup& group : toy->store().groups()) group.master.sub_(group.grad, 0.1);
+          toy->store().copy_masters_to_working();
+          toy->zero_gradients();
+        }
+      }
+    }
   }
+}
+
+// Tensors' memory while it is installed, of which it counts the most at a time.
+class CountingAllocator final : public c10::Allocator {
+ public:
+  CountingAllocator() : system_(c10::GetCPUAllocator()) { c10::SetCPUAllocator(this, 1); }
+  ~CountingAllocator() override { c10::SetCPUAllocator(system_, 1); }
+  c10::DataPtr allocate(size_t bytes) override {
+    now += static_cast<int64_t>(bytes);
+    most = std::max(most, now);
+    auto* block = new Block{system_->allocate(bytes), static_cast<int64_t>(bytes)};
+    return {block->memory.get(), block, [](void* one) { free_block(one); }, at::kCPU};
+  }
+  void copy_data(void* to, const void* from, size_t count) const override { default_copy_data(to, from, count); }
+  static inline int64_t now = 0, most = 0;  // no thread but the test's allocates
+
+ private:
+  struct Block {
+    c10::DataPtr memory;
+    int64_t bytes;
+  };
+  static void free_block(void* one) {
+    now -= static_cast<Block*>(one)->bytes;
+    delete static_cast<Block*>(one);
+  }
+  c10::Allocator* system_;
+};
+
+TEST(Executor, CheapActivationsAreNotKept) {
+  const int64_t sequences = 2, length = 64, layers = 4;
+  const auto tokens = random_tokens(sequences, length, 3);
+  const auto peak = [&](bool cheap) {
+    ToyOptions options;
+    options.recompute_cheap = cheap;
+    ToyModel toy(options);
+    toy.accumulate(tokens, shifted(tokens), sequences);
+    CountingAllocator counting;
+    CountingAllocator::now = CountingAllocator::most = 0;
+    toy.accumulate(tokens, shifted(tokens), sequences);
+    return CountingAllocator::most;
+  };
+  ToyModel toy({});
+  const ActivationBytes each = toy.model().activation_bytes(0, 4);
+  // And the rows that S5 sums. A layer's own come back for its backward.
+  const int64_t dropped = sequences * length * (each.token_cheap + 2 * (each.expert_row_cheap + 4 * 64));
+  const int64_t fewer = peak(false) - peak(true);
+  EXPECT_GE(fewer, (layers - 1) * dropped);
+  EXPECT_LE(fewer, layers * dropped);
 }
 
 TEST(Executor, WithLayerShardsWholeGradientsOfOneLayerStay) {

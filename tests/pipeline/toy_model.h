@@ -23,6 +23,8 @@ struct ToyOptions {
   double coef = 0.0;
   double z_loss = 0.0;
   bool recompute = false;
+  bool recompute_cheap = false;
+  at::ScalarType dtype = at::kFloat;
   bool tied = false;
   bool by_layer = false;
   int64_t top_k = 2;
@@ -41,6 +43,7 @@ class ToyModel {
     store_.initialize(options.seed);
     Executor::Options executor;
     executor.recompute_layers = options.recompute;
+    executor.recompute_cheap = options.recompute_cheap;
     executor_.emplace(*model_, ModelParts{}, store_, &tracker_, executor);
   }
 
@@ -89,6 +92,7 @@ class ToyModel {
   static ParameterStore::Options storage(const ToyOptions& options) {
     ParameterStore::Options storage;
     storage.by_layer = options.by_layer;
+    storage.working_dtype = options.dtype;
     return storage;
   }
 
