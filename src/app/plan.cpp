@@ -4,6 +4,8 @@
 #include "app/planned_run.h"
 #include "app/subcommands.h"
 #include "base/files.h"
+#include "parallel/mesh.h"
+#include "pipeline/action_timer.h"
 #include "pipeline/layer_placement.h"
 #include "train/pretrain_loop.h"
 
@@ -20,32 +22,53 @@ constexpr std::pair<ActionKind, const char*> kColours[] = {{ActionKind::kForward
 struct Plan {
   PipelineShape shape;
   int64_t micro_batches = 0;
-  std::vector<LayerRange> layers;  // by chunk
-  PipelineTimes times;             // seconds
-  PipelineTimeline timeline;
+  std::vector<LayerRange> layers;       // by chunk
+  std::vector<int64_t> pipeline_ranks;  // of each rank drawn: those of one pipeline, or all that were measured
+  PipelineTimeline timeline;            // seconds
 };
 
-// {"forward": [SECONDS by chunk], …, "pair": […], "latency": SECONDS}
-PipelineTimes read_times(const std::string& path, const PipelineShape& shape) {
-  MARROW_CHECK(std::filesystem::exists(path), ExitCode::kUsage, Fix("see marrow plan --help for the format of --times"),
-               "{} does not exist", path);
-  const Json json = Json::read_file(path);
-  PipelineTimes times{std::vector<ChunkTimes>(shape.chunks(), ChunkTimes{0, 0, 0, 0, 0}), json.double_or("latency", 0)};
-  const auto read = [&](ActionKind kind, double ChunkTimes::*time) {
-    const std::string key = action_name(kind);
-    if (!json.has(key)) return;
-    const Json list = json.at(key);
-    MARROW_CHECK(static_cast<int64_t>(list.size()) == shape.chunks(), ExitCode::kBadInput,
-                 Fix("use the times of a run with the same mesh.pp and mesh.schedule"),
-                 "{}: {} has {} times; this pipeline has {} chunks", path, key, list.size(), shape.chunks());
-    for (size_t i = 0; i < list.size(); ++i) times.chunks[i].*time = list.at(i).as_double();
-  };
-  read(ActionKind::kForward, &ChunkTimes::forward);
-  read(ActionKind::kBackward, &ChunkTimes::backward);
-  read(ActionKind::kBackwardInput, &ChunkTimes::backward_input);
-  read(ActionKind::kWeightGrad, &ChunkTimes::weight_grad);
-  read(ActionKind::kForwardBackward, &ChunkTimes::pair);
-  return times;
+// What the files of a step have in common: RUN/timeline-00000005. `path`: one of them, or the run's folder, whose last
+// traced step is meant.
+std::string timeline_stem(const std::string& path) {
+  MARROW_CHECK(std::filesystem::exists(path), ExitCode::kUsage, Fix("give the run's folder (log.dir)"),
+               "--times: {} does not exist", path);
+  std::string newest = std::filesystem::is_directory(path) ? "" : path;
+  if (newest.empty()) {
+    for (const auto& entry : std::filesystem::directory_iterator(path)) {
+      const std::string name = entry.path().string();
+      if (entry.path().filename().string().starts_with("timeline-") && name > newest) newest = name;
+    }
+  }
+  const size_t end = newest.rfind("-rank-");
+  MARROW_CHECK(end != std::string::npos, ExitCode::kUsage,
+               Fix("run marrow pretrain with --set 'log.trace=[3]', which writes the timeline of step 3"),
+               "--times: {} is or holds no timeline-STEP-rank-RANK.json", path);
+  return newest.substr(0, end);
+}
+
+std::vector<std::vector<TimedAction>> read_timelines(const std::string& stem, const Plan& plan, int64_t ranks) {
+  const auto path = [&](int64_t rank) { return fmt::format("{}-rank-{:04}.json", stem, rank); };
+  const Fix other_run("give marrow plan the config of the run that was measured, its run.toml");
+  std::vector<std::vector<TimedAction>> timelines;
+  for (int64_t rank = 0; rank <= ranks; ++rank) {
+    MARROW_CHECK(std::filesystem::exists(path(rank)) == (rank < ranks), ExitCode::kUsage, other_run,
+                 "[mesh] has {} ranks: {} is {}", ranks, path(rank), rank < ranks ? "missing" : "too many");
+  }
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    timelines.push_back(read_timeline(path(rank)));
+    int64_t forwards = 0, outside = 0;
+    for (const TimedAction& timed : timelines.back()) {
+      if (timed.action.forward) ++forwards;
+      for (const PipelinePass& pass : {timed.action.forward, timed.action.backward}) {
+        if (pass && (pass.slot >= plan.shape.slots() || pass.micro_batch >= plan.micro_batches)) ++outside;
+      }
+    }
+    const int64_t planned = plan.shape.slots() * plan.micro_batches;
+    MARROW_CHECK(forwards == planned && outside == 0, ExitCode::kUsage, other_run,
+                 "{} has {} forwards, the plan {} of {} micro-batches in {} chunks", path(rank), forwards, planned,
+                 plan.micro_batches, plan.shape.slots());
+  }
+  return timelines;
 }
 
 Plan make_plan(const CommandLine& args) {
@@ -53,24 +76,22 @@ Plan make_plan(const CommandLine& args) {
   const auto& mesh = config.mesh;
   const auto model = open_model(Json::read_file(config.model.config, ExitCode::kUsage));
   check_model_fits(config, model->shape());
-  const ModelCosts costs =
-      model_costs(*model, config.data.seq_len, config.train.micro_batch * config.data.seq_len / mesh.cp, mesh.ep);
+  const int64_t tokens = config.train.micro_batch * config.data.seq_len / mesh.cp;
+  const ModelCosts costs = model_costs(*model, config.data.seq_len, tokens, mesh.ep);
   Plan plan;
   plan.shape = {mesh.schedule, mesh.pp};
   plan.micro_batches = config.train.global_batch / (config.train.micro_batch * mesh.dp * mesh.ep);
   plan.layers = place_layers(plan.shape, costs);
-  plan.times = args.has("times") ? read_times(args.text("times"), plan.shape)
-                                 : estimated_times(plan.shape, plan.layers, costs,
-                                                   config.train.micro_batch * config.data.seq_len / mesh.cp);
-  const RankActions actions = all_pipeline_actions(plan.shape, plan.micro_batches);
-  for (int64_t rank = 0; rank < mesh.pp; ++rank) {
-    for (const PipelineAction& action : actions[rank]) {
-      MARROW_CHECK(action_time(plan.times, plan.shape, rank, action) > 0, ExitCode::kBadInput,
-                   Fix("add the seconds of every kind of action, by chunk: marrow plan --help"),
-                   "{} has no time of {} on pipeline rank {}", args.text("times"), to_text(action), rank);
-    }
+  if (args.has("times")) {
+    const MeshShape measured{mesh.pp, mesh.dp, mesh.cp, mesh.ep};
+    plan.timeline = sum_up(read_timelines(timeline_stem(args.text("times")), plan, measured.world()));
+    for (int64_t r = 0; r < measured.world(); ++r) plan.pipeline_ranks.push_back(Mesh(measured, r).p);
+  } else {
+    plan.timeline =
+        simulate_pipeline(plan.shape, plan.micro_batches, all_pipeline_actions(plan.shape, plan.micro_batches),
+                          estimated_times(plan.shape, plan.layers, costs, tokens));
+    for (int64_t p = 0; p < mesh.pp; ++p) plan.pipeline_ranks.push_back(p);
   }
-  plan.timeline = simulate_pipeline(plan.shape, plan.micro_batches, actions, plan.times);
   return plan;
 }
 
@@ -80,8 +101,8 @@ std::string to_svg(const Plan& plan) {
       "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {} {}\" font-family=\"sans-serif\" font-size=\"11\">\n"
       "<text x=\"{}\" y=\"16\" fill=\"#888\">{} ranks, {} micro-batches, {:.3f} s, bubble {:.1f} % (slot 1 is paler)"
       "</text>\n",
-      kWidth, kTop + kRow * static_cast<double>(plan.shape.pp) + 10, kLeft, plan.shape.pp, plan.micro_batches,
-      plan.timeline.makespan, 100 * plan.timeline.bubble_share());
+      kWidth, kTop + kRow * static_cast<double>(plan.timeline.ranks.size()) + 10, kLeft, plan.timeline.ranks.size(),
+      plan.micro_batches, plan.timeline.makespan, 100 * plan.timeline.bubble_share());
   double x = kLeft;
   for (const auto& [kind, colour] : kColours) {  // the legend; rectangles are actions alone
     svg += fmt::format(
@@ -89,7 +110,7 @@ std::string to_svg(const Plan& plan) {
         colour, x + 18, action_name(kind));
     x += 130;
   }
-  for (int64_t rank = 0; rank < plan.shape.pp; ++rank) {
+  for (size_t rank = 0; rank < plan.timeline.ranks.size(); ++rank) {
     const double y = kTop + kRow * static_cast<double>(rank);
     svg += fmt::format("<text x=\"4\" y=\"{}\" fill=\"#888\">rank {}</text>\n", y + 16, rank);
     for (const TimedAction& timed : plan.timeline.ranks[rank].actions) {
@@ -100,7 +121,7 @@ std::string to_svg(const Plan& plan) {
           "<rect x=\"{:.2f}\" y=\"{}\" width=\"{:.2f}\" height=\"{}\" fill=\"{}\" fill-opacity=\"{}\" stroke=\"#fff\" "
           "stroke-width=\"0.5\"><title>rank {}: {}, chunk {}, {:.6f} to {:.6f} s</title></rect>\n",
           left, y, width, kRow - 4, kColours[static_cast<size_t>(action.kind)].second, pass.slot == 0 ? 1 : 0.6, rank,
-          to_text(action), plan.shape.chunk_at(rank, pass.slot), timed.start, timed.end);
+          to_text(action), plan.shape.chunk_at(plan.pipeline_ranks[rank], pass.slot), timed.start, timed.end);
       if (width < 14) continue;
       svg += fmt::format("<text x=\"{:.2f}\" y=\"{}\" text-anchor=\"middle\" pointer-events=\"none\">{}</text>\n",
                          left + width / 2, y + 15, pass.micro_batch);
@@ -123,17 +144,18 @@ int run_plan(const CommandLine& args) {
   write_text_file_atomically(args.text("output"), to_svg(plan));
   size_t actions = 0;
   std::string text, ranks;
-  for (int64_t rank = 0; rank < plan.shape.pp; ++rank) {
+  for (size_t rank = 0; rank < plan.timeline.ranks.size(); ++rank) {
     const RankTimeline& line = plan.timeline.ranks[rank];
+    const int64_t p = plan.pipeline_ranks[rank];
     const double bubble = line.idle / plan.timeline.makespan;
     std::string layers, layers_json;
     for (int64_t slot = 0; slot < plan.shape.slots(); ++slot) {
-      const LayerRange& range = plan.layers[plan.shape.chunk_at(rank, slot)];
+      const LayerRange& range = plan.layers[plan.shape.chunk_at(p, slot)];
       layers += fmt::format("{}{}-{}", slot == 0 ? "" : ", ", range.begin, range.end - 1);
       layers_json += fmt::format("{}[{}, {}]", slot == 0 ? "" : ", ", range.begin, range.end - 1);
     }
-    if (rank == 0) layers = "embedding, " + layers;
-    if (rank == plan.shape.rank_of(plan.shape.chunks() - 1)) layers += ", head";
+    if (p == 0) layers = "embedding, " + layers;
+    if (p == plan.shape.rank_of(plan.shape.chunks() - 1)) layers += ", head";
     text += fmt::format("rank {}: layers {}; bubble {:.1f} %; at most {} chunk forwards live\n", rank, layers,
                         100 * bubble, line.peak_live);
     JsonWriter json;
@@ -162,12 +184,11 @@ Subcommand plan_command() {
           .options = {{"--output SVG", "where the picture goes"},
                       {"[--set KEY=VALUE]...", "overrides a key, for example mesh.pp=4"},
                       {"[--processes N]", "of the run, where [mesh] leaves a size open"},
-                      {"[--times TIMES.json]", "measured seconds instead of estimates"}},
+                      {"[--times RUN]", "as measured: the run's folder, or a timeline file of a step in it"}},
           .example = "marrow plan run.toml --output plan.svg --set mesh.pp=2",
           .notes =
-              "TIMES.json: {\"forward\": [0.01, ...], \"backward\": [...], \"backward_input\": [...],\n"
-              "\"weight_grad\": [...], \"pair\": [...], \"latency\": 0}: seconds of one action by chunk, in the\n"
-              "model's order; pair: of this chunk's forward with a backward of the rank's other chunk.\n",
+              "A run writes the timeline of every rank in each step of log.trace; --times draws the last of these\n"
+              "steps. Gaps are what ranks waited for each other. Tracing slows a step down a little.\n",
           .run = run_plan};
 }
 

@@ -41,19 +41,22 @@ const Parameter& Executor::head() const {
   return store_->table().at(model_->shape().tied_embeddings ? "embedding" : "head");
 }
 
-void Executor::train(int64_t count, const MicroBatchSource& source, double gradient_scale, const at::Tensor& loss_sum) {
+void Executor::train(int64_t count, const MicroBatchSource& source, double gradient_scale, const at::Tensor& loss_sum,
+                     ActionTimer* timer) {
   gradient_scale_ = gradient_scale;
   loss_sum_ = loss_sum;
+  timer_ = timer;
   begin_step(count, source, /*backward=*/true);
   // One rank with all experts has nothing to hide: a pair would only keep two micro-batches alive.
   if (parts_.pipeline.pp == 1 && parts_.experts == nullptr) {
     for (int64_t i = 0; i < count; ++i) {
-      run_forward({0, i});
-      run_backward({0, i}, true);
+      run({ActionKind::kForward, {0, i}, {}});
+      run({ActionKind::kBackward, {}, {0, i}});
     }
   } else {
     for (const PipelineAction& action : pipeline_actions(parts_.pipeline, parts_.pipeline_rank, count)) run(action);
   }
+  timer_ = nullptr;
   end_step();
 }
 
@@ -73,6 +76,7 @@ at::Tensor Executor::evaluate(int64_t count, const MicroBatchSource& source) {
 }
 
 void Executor::run(const PipelineAction& action) {
+  if (timer_ != nullptr) timer_->begin(action);
   switch (action.kind) {
     case ActionKind::kForward:
       return run_forward(action.forward);
@@ -179,11 +183,10 @@ void Executor::finish_layer(Flight& flight, int64_t layer) {
 }
 
 void Executor::finish_forward(const PipelinePass& pass, Flight& flight) {
-  if (parts_.has_head(pass.slot)) {
-    run_head(pass, flight);
-  } else {
-    hand_on(true, pass, std::exchange(flight.values, {}));
-  }
+  const bool has_head = parts_.has_head(pass.slot);
+  if (has_head) run_head(pass, flight);
+  if (timer_ != nullptr) timer_->output_ready();
+  if (!has_head) hand_on(true, pass, std::exchange(flight.values, {}));
   if (!at::GradMode::is_enabled()) flights_.erase({pass.slot, pass.micro_batch});
 }
 
@@ -235,9 +238,9 @@ void Executor::finish_backward(const PipelinePass& pass, Flight& flight, bool we
     open_gradients(embedding_);
     embedding_backward(flight.batch.tokens, gradient, store_->table().at("embedding"), options_.deterministic);
     start_reduce(embedding_, pass.micro_batch);
-  } else {
-    hand_on(false, pass, gradient);
   }
+  if (timer_ != nullptr) timer_->output_ready();
+  if (!parts_.embeds(pass.slot)) hand_on(false, pass, gradient);
   if (weight_grads) flights_.erase({pass.slot, pass.micro_batch});
 }
 
@@ -247,6 +250,7 @@ void Executor::run_weight_grads(const PipelinePass& pass) {
   flights_.at({pass.slot, pass.micro_batch}).weight_grads.run_all();
   flights_.erase({pass.slot, pass.micro_batch});
   for (int64_t layer = last - 1; layer >= first; --layer) start_reduce(layers_.at(layer).groups, pass.micro_batch);
+  if (timer_ != nullptr) timer_->output_ready();
 }
 
 // Every chunk of a rank reads the same micro-batch: it is made once.
@@ -328,6 +332,7 @@ at::Tensor Executor::take(bool forward, const PipelinePass& pass) {
   while (!mail_.contains(wanted)) {
     const PipelineMessage& message = link.messages.at(link.received++);
     mail_.emplace(std::tuple(message.forward, message.pass.slot, message.pass.micro_batch), receive(link));
+    if (timer_ != nullptr) timer_->input_arrived();
   }
   return std::move(mail_.extract(wanted).mapped());
 }

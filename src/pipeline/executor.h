@@ -2,6 +2,7 @@
 #pragma once
 #include <deque>
 
+#include "pipeline/action_timer.h"
 #include "pipeline/layer_pass.h"
 #include "pipeline/micro_batch.h"
 #include "pipeline/model_setup.h"
@@ -30,8 +31,9 @@ class Executor {
   // Forward and backward of `count` micro-batches of one shape. Gradients of gradient_scale · Σ loss,
   // and those of the balance terms, are added to the parameters' gradients; Σ loss to `loss_sum` ([1]
   // fp64) on the rank that has the head. Waits for a group's parameters where it first needs them, and
-  // starts to reduce its gradients once the last is there.
-  void train(int64_t count, const MicroBatchSource& source, double gradient_scale, const at::Tensor& loss_sum);
+  // starts to reduce its gradients once the last is there. `timer` (may be null) sees every action.
+  void train(int64_t count, const MicroBatchSource& source, double gradient_scale, const at::Tensor& loss_sum,
+             ActionTimer* timer = nullptr);
 
   // Σ loss over the targets of `count` micro-batches, [1] fp64; 0 on ranks without the head. No gradients.
   at::Tensor evaluate(int64_t count, const MicroBatchSource& source);
@@ -109,6 +111,7 @@ class Executor {
   // Of the step that runs. Keys: slot, micro-batch; forward, slot, micro-batch.
   const MicroBatchSource* source_ = nullptr;
   int64_t count_ = 0;
+  ActionTimer* timer_ = nullptr;
   double gradient_scale_ = 0;
   at::Tensor loss_sum_;                    // [1] fp64
   std::map<int64_t, MicroBatch> batches_;  // made, and not yet read by all chunks

@@ -97,19 +97,8 @@ int64_t neighbour_rank(const PipelineShape& shape, int64_t rank, int64_t slot, i
 }  // namespace
 
 const char* action_name(ActionKind kind) {
-  switch (kind) {
-    case ActionKind::kForward:
-      return "forward";
-    case ActionKind::kBackward:
-      return "backward";
-    case ActionKind::kBackwardInput:
-      return "backward_input";
-    case ActionKind::kWeightGrad:
-      return "weight_grad";
-    case ActionKind::kForwardBackward:
-      return "pair";
-  }
-  return "?";
+  constexpr const char* kNames[] = {"forward", "backward", "backward_input", "weight_grad", "pair"};
+  return kNames[static_cast<size_t>(kind)];
 }
 
 std::string to_text(const PipelineAction& action) {

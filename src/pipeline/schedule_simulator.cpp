@@ -1,6 +1,7 @@
 #include "pipeline/schedule_simulator.h"
 
 #include <algorithm>
+#include <limits>
 #include <map>
 #include <set>
 #include <tuple>
@@ -18,10 +19,12 @@ enum Done { kForwards, kBackwards, kWeightGrads };
 constexpr const char* kDoneNames[] = {"forward", "backward", "weight gradient"};
 using PassKey = std::tuple<Done, int64_t, int64_t>;  // slot, micro-batch
 
-struct RankState {
-  std::set<PassKey> done;
-  int64_t counts[3] = {0, 0, 0};  // by Done
-};
+double action_time(const PipelineTimes& times, const PipelineShape& shape, int64_t rank, const PipelineAction& action) {
+  constexpr double ChunkTimes::*kTimes[] = {&ChunkTimes::forward, &ChunkTimes::backward, &ChunkTimes::backward_input,
+                                            &ChunkTimes::weight_grad, &ChunkTimes::pair};  // by ActionKind
+  const PipelinePass& pass = action.forward ? action.forward : action.backward;
+  return times.chunks.at(shape.chunk_at(rank, pass.slot)).*kTimes[static_cast<size_t>(action.kind)];
+}
 
 struct SentMessage {
   PipelineMessage message;
@@ -36,9 +39,12 @@ struct Link {
 class Simulation {
  public:
   Simulation(const PipelineShape& shape, int64_t micro_batches, const RankActions& actions, const PipelineTimes& times)
-      : shape_(shape), micro_batches_(micro_batches), actions_(actions), times_(times), states_(shape.pp) {
-    timeline_.ranks.resize(shape.pp);
-  }
+      : shape_(shape),
+        micro_batches_(micro_batches),
+        actions_(actions),
+        times_(times),
+        done_(shape.pp),
+        timed_(shape.pp) {}
 
   PipelineTimeline run() {
     for (bool progress = true; progress;) {
@@ -48,20 +54,16 @@ class Simulation {
       }
     }
     check_complete();
-    for (RankTimeline& rank : timeline_.ranks) {
-      rank.idle = timeline_.makespan;
-      for (const TimedAction& timed : rank.actions) rank.idle -= timed.end - timed.start;
-    }
-    return std::move(timeline_);
+    return sum_up(timed_);
   }
 
  private:
   // False where the rank is at its end or waits for a message.
   bool run_next(int64_t rank) {
-    RankTimeline& line = timeline_.ranks[rank];
-    if (line.actions.size() == actions_[rank].size()) return false;
-    const PipelineAction& action = actions_[rank][line.actions.size()];
-    double start = line.actions.empty() ? 0 : line.actions.back().end;
+    std::vector<TimedAction>& timed = timed_[rank];
+    if (timed.size() == actions_[rank].size()) return false;
+    const PipelineAction& action = actions_[rank][timed.size()];
+    double start = timed.empty() ? 0 : timed.back().end;
     if (action.kind == ActionKind::kWeightGrad) {
       require(rank, action, {kBackwards, action.backward.slot, action.backward.micro_batch});
     } else {
@@ -73,8 +75,7 @@ class Simulation {
       }
     }
     const double end = start + action_time(times_, shape_, rank, action);
-    line.actions.push_back({action, start, end});
-    timeline_.makespan = std::max(timeline_.makespan, end);
+    timed.push_back({action, start, end});
     finish(rank, action, end);
     return true;
   }
@@ -98,7 +99,7 @@ class Simulation {
 
   void require(int64_t rank, const PipelineAction& action, const PassKey& key) const {
     const auto [done, slot, micro_batch] = key;
-    MARROW_CHECK(states_[rank].done.contains(key), ExitCode::kDeviceFault, kScheduleFix,
+    MARROW_CHECK(done_[rank].contains(key), ExitCode::kDeviceFault, kScheduleFix,
                  "pipeline rank {}: {} comes before the {} of slot {}, micro-batch {}", rank, to_text(action),
                  kDoneNames[done], slot, micro_batch);
   }
@@ -117,22 +118,16 @@ class Simulation {
   }
 
   void finish(int64_t rank, const PipelineAction& action, double end) {
-    RankTimeline& line = timeline_.ranks[rank];
-    const int64_t(&counts)[3] = states_[rank].counts;
     if (action.forward) mark(rank, action, kForwards, action.forward), send(rank, true, action.forward, end);
-    line.peak_live = std::max(line.peak_live, counts[kForwards] - counts[kBackwards]);
     if (!action.backward) return;
     if (action.kind != ActionKind::kWeightGrad) {
       mark(rank, action, kBackwards, action.backward), send(rank, false, action.backward, end);
     }
     if (action.kind != ActionKind::kBackwardInput) mark(rank, action, kWeightGrads, action.backward);
-    line.peak_deferred = std::max(line.peak_deferred, counts[kBackwards] - counts[kWeightGrads]);
   }
 
   void mark(int64_t rank, const PipelineAction& action, Done done, const PipelinePass& pass) {
-    RankState& state = states_[rank];
-    ++state.counts[done];
-    MARROW_CHECK(state.done.emplace(done, pass.slot, pass.micro_batch).second && pass.micro_batch < micro_batches_,
+    MARROW_CHECK(done_[rank].emplace(done, pass.slot, pass.micro_batch).second && pass.micro_batch < micro_batches_,
                  ExitCode::kDeviceFault, kScheduleFix, "pipeline rank {}: {} is done twice, or of {} micro-batches",
                  rank, to_text(action), micro_batches_);
   }
@@ -145,12 +140,14 @@ class Simulation {
 
   void check_complete() {
     for (int64_t rank = 0; rank < shape_.pp; ++rank) {
-      const size_t at = timeline_.ranks[rank].actions.size();
+      const size_t at = timed_[rank].size();
       MARROW_CHECK(at == actions_[rank].size(), ExitCode::kDeviceFault, kScheduleFix,
                    "deadlock: pipeline rank {} waits for the input of {}, action {} of {}", rank,
                    to_text(actions_[rank][at]), at, actions_[rank].size());
       for (const Done done : {kForwards, kBackwards, kWeightGrads}) {
-        const int64_t count = states_[rank].counts[done], wanted = shape_.slots() * micro_batches_;
+        const int64_t count =
+            std::ranges::count(done_[rank], done, [](const PassKey& key) { return std::get<0>(key); });
+        const int64_t wanted = shape_.slots() * micro_batches_;
         MARROW_CHECK(count == wanted, ExitCode::kDeviceFault, kScheduleFix, "pipeline rank {} does {} {}s, not {}",
                      rank, count, kDoneNames[done], wanted);
       }
@@ -166,35 +163,41 @@ class Simulation {
   const int64_t micro_batches_;
   const RankActions& actions_;
   const PipelineTimes& times_;
-  std::vector<RankState> states_;
+  std::vector<std::set<PassKey>> done_;                // by rank
+  std::vector<std::vector<TimedAction>> timed_;        // by rank
   std::map<std::pair<int64_t, int64_t>, Link> links_;  // from, to
-  PipelineTimeline timeline_;
 };
 
 }  // namespace
-
-double action_time(const PipelineTimes& times, const PipelineShape& shape, int64_t rank, const PipelineAction& action) {
-  const PipelinePass& pass = action.forward ? action.forward : action.backward;
-  const ChunkTimes& chunk = times.chunks.at(shape.chunk_at(rank, pass.slot));
-  switch (action.kind) {
-    case ActionKind::kForward:
-      return chunk.forward;
-    case ActionKind::kBackward:
-      return chunk.backward;
-    case ActionKind::kBackwardInput:
-      return chunk.backward_input;
-    case ActionKind::kWeightGrad:
-      return chunk.weight_grad;
-    case ActionKind::kForwardBackward:
-      return chunk.pair;
-  }
-  return 0;
-}
 
 double PipelineTimeline::bubble_share() const {
   double idle = 0;
   for (const RankTimeline& rank : ranks) idle += rank.idle;
   return makespan > 0 ? idle / (makespan * static_cast<double>(ranks.size())) : 0;
+}
+
+PipelineTimeline sum_up(const std::vector<std::vector<TimedAction>>& actions) {
+  PipelineTimeline timeline;
+  double first = std::numeric_limits<double>::infinity(), last = 0;
+  for (const auto& rank : actions) {
+    first = std::min(first, rank.front().start);
+    last = std::max(last, rank.back().end);
+  }
+  timeline.makespan = last - first;
+  for (const auto& rank : actions) {
+    RankTimeline& line = timeline.ranks.emplace_back();
+    line.idle = timeline.makespan;
+    int64_t live = 0, deferred = 0;
+    for (const auto& [action, start, end] : rank) {
+      line.actions.push_back({action, start - first, end - first});
+      line.idle -= end - start;
+      if (action.forward) line.peak_live = std::max(line.peak_live, ++live);
+      if (action.backward && action.kind != ActionKind::kWeightGrad) --live;
+      if (action.kind == ActionKind::kBackwardInput) line.peak_deferred = std::max(line.peak_deferred, ++deferred);
+      if (action.kind == ActionKind::kWeightGrad) --deferred;
+    }
+  }
+  return timeline;
 }
 
 RankActions all_pipeline_actions(const PipelineShape& shape, int64_t micro_batches) {

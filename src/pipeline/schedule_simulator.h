@@ -17,7 +17,6 @@ struct PipelineTimes {
   std::vector<ChunkTimes> chunks;  // by place in the model
   double latency = 0;              // of a message, after the action that sends it has ended
 };
-double action_time(const PipelineTimes& times, const PipelineShape& shape, int64_t rank, const PipelineAction& action);
 
 struct TimedAction {
   PipelineAction action;
@@ -36,6 +35,8 @@ struct PipelineTimeline {
   std::vector<RankTimeline> ranks;
   double bubble_share() const;  // idle time of all ranks over ranks · makespan
 };
+// Of the actions of each rank, in order. Times are from the start of the first on.
+PipelineTimeline sum_up(const std::vector<std::vector<TimedAction>>& actions);
 
 using RankActions = std::vector<std::vector<PipelineAction>>;  // by rank
 RankActions all_pipeline_actions(const PipelineShape& shape, int64_t micro_batches);

@@ -329,14 +329,7 @@ int64_t PretrainLoop::run(StopSignal& stop) {
   while (step_ < config_.train.steps && !stopping_) {
     const int64_t step = step_ + 1;
     std::optional<PendingStep> launched;
-    with_step(step, [&] {
-      std::optional<StepTrace> trace;
-      if (std::ranges::count(config_.log.trace, step) > 0) {
-        trace.emplace(device_, config_.log.memory_trace);
-      }
-      launched.emplace(launch_step(step));
-      if (trace) save_trace(*trace, step, *launched);
-    });
+    with_step(step, [&] { launched.emplace(launch_traced(step)); });
     // The previous step's numbers are read while the device works on this one.
     settle();
     pending = std::move(launched);
@@ -355,12 +348,20 @@ int64_t PretrainLoop::run(StopSignal& stop) {
   return step_;
 }
 
-void PretrainLoop::save_trace(StepTrace& trace, int64_t step, PendingStep& launched) {
+// Writes a trace and a timeline of the step if log.trace names it.
+PretrainLoop::PendingStep PretrainLoop::launch_traced(int64_t step) {
+  if (std::ranges::count(config_.log.trace, step) == 0) return launch_step(step, nullptr);
+  StepTrace trace(device_, config_.log.memory_trace);
+  ActionTimer timer(device_);
+  PendingStep launched = launch_step(step, &timer);
   launched.values.values();  // all of the step must be in the trace
   const std::string rank = bootstrap_.size() > 1 ? fmt::format("-rank-{:04}", mesh_.rank) : "";
   const std::string path = fmt::format("{}/trace-{:08}{}.json", config_.log.dir, step, rank);
   trace.save(path);
-  logger_.info(fmt::format("step {}: trace in {}", step, path));
+  const std::string timeline = timeline_path(config_.log.dir, step, mesh_.rank);
+  write_text_file_atomically(timeline, timeline_json(timer.timeline()));
+  logger_.info(fmt::format("step {}: trace in {}, timeline in {}", step, path, timeline));
+  return launched;
 }
 
 // Sequences of this rank's micro-batch j of a step: (j·D + q)·micro_batch + i.
@@ -382,7 +383,7 @@ int64_t PretrainLoop::count_targets() const {
   return targets;
 }
 
-PretrainLoop::PendingStep PretrainLoop::launch_step(int64_t step) {
+PretrainLoop::PendingStep PretrainLoop::launch_step(int64_t step, ActionTimer* timer) {
   const int64_t sequences = config_.train.global_batch;
   const int64_t micro_batches = sequences / (config_.train.micro_batch * mesh_.data_ranks());  // of this rank
   const int64_t targets = count_targets();
@@ -395,7 +396,7 @@ PretrainLoop::PendingStep PretrainLoop::launch_step(int64_t step) {
   tracker_->begin_step({sequences * config_.data.seq_len, sequences, micro_batches * mesh_.data_ranks()});
   executor_->train(
       micro_batches, [&](int64_t index) { return load_micro_batch(index); },
-      targets > 0 ? 1.0 / static_cast<double>(targets) : 0.0, loss_sum);
+      targets > 0 ? 1.0 / static_cast<double>(targets) : 0.0, loss_sum, timer);
   const at::Tensor sums = at::full({2}, stop_->requested() ? 1.0 : 0.0, fp64);  // who asks to stop, rows sent
   sums[1].fill_(static_cast<double>(executor_->take_rows_sent()));
   if (links_.world) links_.world->all_reduce(sums).wait();

@@ -15,8 +15,6 @@
 
 namespace marrow {
 
-class StepTrace;
-
 // What must hold between a run's config and its model. Errors (kUsage) name key, values and what fits. Sizes of the
 // mesh that are still "auto" count as 1.
 void check_model_fits(const PretrainConfig& config, const ModelShape& shape);
@@ -54,8 +52,8 @@ class PretrainLoop {
 
   MicroBatch load_micro_batch(int64_t index) const;
   int64_t count_targets() const;
-  PendingStep launch_step(int64_t step);
-  void save_trace(StepTrace& trace, int64_t step, PendingStep& launched);
+  PendingStep launch_step(int64_t step, ActionTimer* timer);
+  PendingStep launch_traced(int64_t step);
   void report(PendingStep pending);
   void check_finite(int64_t step, double loss, double grad_norm);
   void validate(int64_t step);

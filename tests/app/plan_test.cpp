@@ -10,6 +10,7 @@
 
 #include "base/files.h"
 #include "base/json.h"
+#include "pipeline/action_timer.h"
 
 namespace marrow {
 namespace {
@@ -71,21 +72,80 @@ TEST_F(PlanTest, EveryActionIsAShapeAndEveryLayerIsPlacedOnce) {
   EXPECT_NE(svg.find("<title>rank 3: backward(slot 0, micro-batch 8), chunk 3, "), std::string::npos);
 }
 
-TEST_F(PlanTest, MeasuredTimesReplaceEstimates) {
+TEST_F(PlanTest, OneRankHasNoBubble) {
   ASSERT_EQ(run("plan run.toml --output plan.svg --set mesh.pp=1 --set train.global_batch=3"), 0) << err();
   EXPECT_NE(out().find("rank 0: layers embedding, 0-47, head; bubble 0.0 %"), std::string::npos) << out();
-  std::ofstream(dir_ + "/times.json") << R"({"forward": [1], "backward": [2.5], "pair": [3]})";
-  const std::string words =
-      "plan run.toml --output plan.svg --set mesh.pp=1 --set train.global_batch=3 --times times.json";
-  ASSERT_EQ(run(words + " --json"), 0) << err();
-  EXPECT_EQ(Json::parse(out(), "out").at("seconds").as_double(), 1 + 3 + 3 + 2.5);
-  std::ofstream(dir_ + "/times.json") << R"({"forward": [1], "backward": [2.5]})";
-  EXPECT_EQ(run(words), 3);
-  EXPECT_NE(err().find("times.json has no time of forward(slot 0, micro-batch 1) + backward"), std::string::npos)
-      << err();
-  std::ofstream(dir_ + "/times.json") << R"({"forward": [1, 1]})";
-  EXPECT_EQ(run(words), 3);
-  EXPECT_NE(err().find("forward has 2 times; this pipeline has 1 chunks"), std::string::npos) << err();
+}
+
+// When each pass began and ended on its rank: key kind of pass, slot, micro-batch.
+struct MeasuredPass {
+  double start = 0, end = 0;
+  bool ends_apart = true;  // no forward of a pair, whose output goes before the pair ends
+};
+using MeasuredRank = std::map<std::tuple<bool, int64_t, int64_t>, MeasuredPass>;
+
+TEST_F(PlanTest, ATracedRunWritesItsTimelineAndItIsDrawn) {
+  std::ofstream(dir_ + "/text.txt") << std::string(3000, 'x');
+  ASSERT_EQ(run("tokenize --tokenizer bytes --input text.txt --output tiny"), 0) << err();
+  std::ofstream(dir_ + "/tiny.toml") << fmt::format(
+      "[model]\nconfig = \"{}/configs/models/qwen3-tiny.json\"\n[data]\ntrain = [\"tiny\"]\nseq_len = 64\n"
+      "[mesh]\npp = 2\n[train]\nsteps = 2\nglobal_batch = 8\nmicro_batch = 1\ndevice = \"cpu\"\ncpu_threads = 1\n"
+      "[optimizer]\nlr = 1e-3\n[log]\ndir = \"run\"\ntrace = [1, 2]\n",
+      MARROW_SOURCE_DIR);
+  const std::string plan = "plan run/run.toml --output plan.svg --times ";
+  EXPECT_EQ(run("plan tiny.toml --output plan.svg --times ."), 2);
+  EXPECT_NE(err().find("holds no timeline-STEP-rank-RANK.json"), std::string::npos) << err();
+  ASSERT_EQ(run("pretrain tiny.toml --processes 2"), 0) << err();
+
+  // Inputs come from the outputs of other actions, and a rank does one action at a time.
+  const PipelineShape shape{PipelineSchedule::kDualPipeV, 2};
+  std::vector<MeasuredRank> ranks(2);
+  for (int64_t rank = 0; rank < 2; ++rank) {
+    const std::vector<TimedAction> actions = read_timeline(timeline_path(dir_ + "/run", 2, rank));
+    std::vector<PipelineAction> order;
+    double free = 0;
+    for (const auto& [action, start, end] : actions) {
+      order.push_back(action);
+      EXPECT_GE(start, free) << to_text(action);
+      EXPECT_GT(end, start) << to_text(action);
+      free = end;
+      const bool pair = action.forward && action.backward;
+      if (action.forward) ranks[rank][{true, action.forward.slot, action.forward.micro_batch}] = {start, end, !pair};
+      if (!action.backward || action.kind == ActionKind::kWeightGrad) continue;
+      ranks[rank][{false, action.backward.slot, action.backward.micro_batch}] = {start, end, true};
+    }
+    EXPECT_EQ(order, pipeline_actions(shape, rank, 8));
+  }
+  for (int64_t rank = 0; rank < 2; ++rank) {
+    for (const auto& [key, pass] : ranks[rank]) {
+      const auto [forward, slot, micro_batch] = key;
+      const int64_t source = source_rank(shape, rank, forward, slot);
+      if (source < 0) continue;
+      const MeasuredPass& input = ranks[source].at({forward, source == rank ? 1 - slot : slot, micro_batch});
+      EXPECT_GE(pass.start, input.ends_apart ? input.end : input.start) << rank << " " << slot << " " << micro_batch;
+    }
+  }
+
+  for (const char* times : {"run", "run/timeline-00000001-rank-0001.json"}) {
+    ASSERT_EQ(run(plan + times + " --json"), 0) << err();
+    const Json drawn = Json::parse(out(), "out");
+    EXPECT_EQ(drawn.at("times").as_string(), "measured");
+    EXPECT_GT(drawn.at("bubble_share").as_double(), 0);
+    const std::string svg = read_text_file(dir_ + "/plan.svg");
+    int64_t actions = 0;
+    for (int64_t rank = 0; rank < 2; ++rank) {
+      for (const PipelineAction& action : pipeline_actions(shape, rank, 8)) {
+        EXPECT_NE(svg.find(fmt::format("<title>rank {}: {}, chunk ", rank, to_text(action))), std::string::npos);
+        ++actions;
+      }
+    }
+    EXPECT_EQ(shapes(), actions);
+    EXPECT_EQ(drawn.at("actions").as_int(), actions);
+  }
+  EXPECT_EQ(run(plan + "run --set mesh.pp=1"), 2);
+  EXPECT_NE(err().find("timeline-00000002-rank-0001.json is too many"), std::string::npos) << err();
+  EXPECT_EQ(run(plan + "run --set train.global_batch=16"), 2);
+  EXPECT_NE(err().find("has 16 forwards, the plan 32"), std::string::npos) << err();
 }
 
 TEST_F(PlanTest, RefusesWhatCannotBe) {
@@ -100,7 +160,7 @@ TEST_F(PlanTest, RefusesWhatCannotBe) {
   EXPECT_FALSE(std::filesystem::exists(dir_ + "/p.svg"));
   EXPECT_EQ(run("plan --help"), 0);
   EXPECT_NE(out().find("example:\n  marrow plan run.toml --output plan.svg"), std::string::npos) << out();
-  EXPECT_NE(out().find("TIMES.json"), std::string::npos);
+  EXPECT_NE(out().find("--times RUN"), std::string::npos);
 }
 
 }  // namespace

@@ -1,0 +1,85 @@
+#include "pipeline/action_timer.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <chrono>
+
+#include "base/json.h"
+
+namespace marrow {
+namespace {
+
+double clock_seconds() {
+  return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
+}
+
+constexpr ActionKind kKinds[] = {ActionKind::kForward, ActionKind::kBackward, ActionKind::kBackwardInput,
+                                 ActionKind::kWeightGrad, ActionKind::kForwardBackward};
+
+}  // namespace
+
+ActionTimer::ActionTimer(at::Device device) : device_(device), origin_(now()) {
+  if (origin_.event) origin_.event->synchronize();
+  origin_.seconds = clock_seconds();
+}
+
+ActionTimer::Mark ActionTimer::now() const {
+  if (device_.is_cpu()) return {clock_seconds(), {}};
+  Mark mark;
+  mark.event.emplace(device_.type(), c10::EventFlag::BACKEND_DEFAULT);  // the other kind has no times
+  mark.event->record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+  return mark;
+}
+
+void ActionTimer::begin(const PipelineAction& action) { marks_.push_back({action, now(), {}}); }
+void ActionTimer::input_arrived() { marks_.back().start = now(); }
+void ActionTimer::output_ready() { marks_.back().end = now(); }
+
+double ActionTimer::seconds(const Mark& mark) const {
+  if (!mark.event) return mark.seconds;
+  mark.event->synchronize();
+  return origin_.seconds + 1e-3 * origin_.event->elapsedTime(*mark.event);
+}
+
+std::vector<TimedAction> ActionTimer::timeline() const {
+  std::vector<TimedAction> actions;
+  for (const Marks& marks : marks_) actions.push_back({marks.action, seconds(marks.start), seconds(marks.end)});
+  return actions;
+}
+
+std::string timeline_path(const std::string& folder, int64_t step, int64_t rank) {
+  return fmt::format("{}/timeline-{:08}-rank-{:04}.json", folder, step, rank);
+}
+
+std::string timeline_json(const std::vector<TimedAction>& actions) {
+  std::string list;
+  for (const TimedAction& timed : actions) {
+    JsonWriter json;
+    json.field("kind", action_name(timed.action.kind));
+    for (const auto& [key, pass] : {std::pair("forward", timed.action.forward), {"backward", timed.action.backward}}) {
+      if (pass) json.field(key, std::array{pass.slot, pass.micro_batch});
+    }
+    list += (list.empty() ? "\n" : ",\n") + json.field("start", timed.start, "end", timed.end).text();
+  }
+  return "{\"actions\": [" + list + "\n]}\n";
+}
+
+std::vector<TimedAction> read_timeline(const std::string& path) {
+  std::vector<TimedAction> actions;
+  for (const Json& json : Json::read_file(path).at("actions").elements()) {
+    const std::string name = json.at("kind").as_string();
+    const auto kind = std::ranges::find(kKinds, name, action_name);
+    if (kind == std::end(kKinds)) json.at("kind").fail("unknown kind " + name, Fix("use the file as the run wrote it"));
+    const auto pass = [&](const char* key) {
+      return json.has(key) ? PipelinePass{json.at(key).at(0).as_int(), json.at(key).at(1).as_int()} : PipelinePass{};
+    };
+    actions.push_back(
+        {{*kind, pass("forward"), pass("backward")}, json.at("start").as_double(), json.at("end").as_double()});
+    if (!actions.back().action.forward && !actions.back().action.backward) {
+      json.fail("neither \"forward\" nor \"backward\"", Fix("use the file as the run wrote it"));
+    }
+  }
+  return actions;
+}
+
+}  // namespace marrow
