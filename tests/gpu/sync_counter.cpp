@@ -11,9 +11,13 @@
 namespace {
 
 enum Call { kStream, kDevice, kEvent, kCopy, kPageable, kMalloc, kFree, kCalls };
-constexpr std::array<const char*, kCalls> kNames{
-    "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaMemcpyAsync-pageable",
-    "cudaMalloc",            "cudaFree"};
+constexpr std::array<const char*, kCalls> kNames{"cudaStreamSynchronize",
+                                                 "cudaDeviceSynchronize",
+                                                 "cudaEventSynchronize",
+                                                 "cudaMemcpy",
+                                                 "cudaMemcpyAsync-pageable",
+                                                 "cudaMalloc",
+                                                 "cudaFree"};
 
 struct Counts {
   std::array<std::atomic<long>, kCalls> of{};
@@ -33,11 +37,11 @@ Function* next(const char* name) {
 
 }  // namespace
 
-#define PASS_ON(call, name, parameters, ...)                 \
-  extern "C" cudaError_t name parameters {                   \
+#define PASS_ON(call, name, parameters, ...)                       \
+  extern "C" cudaError_t name parameters {                         \
     static auto* const real = next<cudaError_t parameters>(#name); \
-    ++counts.of[call];                                       \
-    return real(__VA_ARGS__);                                \
+    ++counts.of[call];                                             \
+    return real(__VA_ARGS__);                                      \
   }
 
 PASS_ON(kStream, cudaStreamSynchronize, (cudaStream_t stream), stream)

@@ -1,6 +1,6 @@
 """How a run of several ranks ends: an error, a crash, a kill, a stop or a hang of one rank, and signals.
 
-Each case starts build/test_mpi's small run (tests/mpi/scenario.h) under `launch_ranks`, as marrow pretrain
+Cases that begin with a fault run marrow itself, with a fault at one place of one rank. Each other case starts build/test_mpi's small run (tests/mpi/scenario.h) under `launch_ranks`, as marrow pretrain
 --processes does, or under mpirun or a torchrun-like environment. Checked: the exit code, that the first
 error stands last and names its rank, the time it took, and that no process is left.
 """
@@ -18,9 +18,30 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 BINARY = Path(os.environ.get("MARROW", str(ROOT / "build/marrow"))).parent / "test_mpi"
+FAULTY = BINARY.parent / "test_faults"  # marrow with MARROW_TEST_FAULT, tests/faults/fault_points.cpp
 ENVIRONMENT = {**os.environ, "OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "OMP_NUM_THREADS": "1"}
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
 SLOW = 60  # seconds; a machine with one busy core needs most of it to start the ranks
+
+FAULTY_RUN = """[model]
+config = "FOLDER/model.json"
+[data]
+train = ["FOLDER/corpus"]
+seq_len = 32
+[mesh]
+dp = 2
+ep = 2
+[train]
+steps = 6
+global_batch = 8
+cpu_threads = 1
+[optimizer]
+lr = 1e-3
+[checkpoint]
+every = 2
+[log]
+dir = "FOLDER/run"
+"""
 
 
 def left_over(folder):
@@ -202,7 +223,61 @@ def lost_world():
     assert done.returncode == 2 and "MPI sees 1" in done.stderr, done.stderr
 
 
-CASES = [well, thrown, thrown_json, refused, killed, crashed, stopped, hung, by_signal, early_signal, launcher_killed,
+def pretrain_with(fault, *settings, text=FAULTY_RUN):
+    """Four ranks (dp 2, ep 2) of a small run, one of them with a fault: (exit code, seconds, standard error, folder)."""
+    scratch = tempfile.TemporaryDirectory(prefix="marrow-fault-")
+    folder = scratch.name
+    Path(folder, "text.md").write_text((ROOT / "README.md").read_text())
+    subprocess.run([FAULTY, "tokenize", "--tokenizer", "bytes", "--input", folder + "/text.md", "--output",
+                    folder + "/corpus"], check=True, capture_output=True)
+    model = json.loads((ROOT / "configs/models/qwen3-tiny.json").read_text())
+    Path(folder, "model.json").write_text(json.dumps(model))
+    Path(folder, "run.toml").write_text(text.replace("FOLDER", folder))
+    start = time.monotonic()
+    options = [word for setting in settings for word in ("--set", setting)]
+    done = subprocess.run([FAULTY, "pretrain", folder + "/run.toml", "--processes", "4", *options], text=True,
+                          capture_output=True, timeout=SLOW, env={**ENVIRONMENT, "MARROW_TEST_FAULT": fault})
+    seconds = time.monotonic() - start
+    deadline = time.monotonic() + 10
+    while left_over(folder):
+        assert time.monotonic() < deadline, f"{fault}: left over: {left_over(folder)}"
+        time.sleep(0.05)
+    return done.returncode, seconds, done.stderr, scratch
+
+
+def fault(place, kind):
+    def case():
+        call = {"start": 1, "forward": 9, "exchange": 9, "optimizer": 3, "save": 1}[place]
+        watchdog = 3 if kind == "stop" else 60
+        code, seconds, err, _ = pretrain_with(f"{place}:{kind}:2:{call}", f"log.watchdog_seconds={watchdog}")
+        error = last_error(err)
+        assert code == 4 and seconds < 40, f"exit {code} after {seconds:.0f} s\n{err}"
+        wanted = {"kill": "rank 2 (pp 0, dp 1, cp 0, ep 0) was ended by signal 9", "stop": "rank 2", "throw": f"the fault in {place}"}[kind]
+        assert wanted in error, err
+        if kind == "stop":
+            assert "stopped" in error and "watchdog_seconds = 3" in error, err
+        if kind == "throw":
+            assert "who: rank 2" in error, err
+    case.__name__ = f"{kind}_in_{place}"
+    return case
+
+
+def nan_stops_all():
+    code, _, err, scratch = pretrain_with("forward:nan:1:9")
+    assert code == 5 and "step 2: loss nan" in last_error(err), f"exit {code}\n{err}"
+
+
+def nan_skips_on_all():
+    code, _, err, scratch = pretrain_with("forward:nan:1:9", "train.skip_nonfinite=1")
+    assert code == 0 and err.count("error: ") == 0, f"exit {code}\n{err}"
+    lines = [json.loads(line) for line in Path(scratch.name, "run/metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 6 and sum(line["loss"] is None or line["loss"] != line["loss"] for line in lines) == 1, lines
+    assert "skipped" in Path(scratch.name, "run/log-rank-0000.txt").read_text()
+
+
+FAULTS = [fault(place, kind) for place in ("start", "forward", "exchange", "optimizer", "save")
+          for kind in ("kill", "stop", "throw") if (place, kind) != ("start", "stop")]
+CASES = [*FAULTS, nan_stops_all, nan_skips_on_all, well, thrown, thrown_json, refused, killed, crashed, stopped, hung, by_signal, early_signal, launcher_killed,
          rank_killed_under_mpirun, thrown_under_mpirun, without_mpi, lost_world]
 
 
