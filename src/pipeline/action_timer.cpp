@@ -59,7 +59,8 @@ std::string timeline_json(const std::vector<TimedAction>& actions) {
     for (const auto& [key, pass] : {std::pair("forward", timed.action.forward), {"backward", timed.action.backward}}) {
       if (pass) json.field(key, std::array{pass.slot, pass.micro_batch});
     }
-    list += (list.empty() ? "\n" : ",\n") + json.field("start", timed.start, "end", timed.end).text();
+    list += list.empty() ? "\n" : ",\n";
+    list += json.field("start", timed.start, "end", timed.end).text();
   }
   return "{\"actions\": [" + list + "\n]}\n";
 }

@@ -8,9 +8,9 @@ namespace {
 
 // Runs one layer's work; an error from it says which layer.
 template <typename Work>
-auto in_layer(int64_t layer, const char* direction, const Work& work) {
+void in_layer(int64_t layer, const char* direction, const Work& work) {
   try {
-    return work();
+    work();
   } catch (Error& error) {
     error.add_who(fmt::format("layer {} {}", layer, direction));
     throw;
@@ -68,8 +68,8 @@ at::Tensor Executor::evaluate(int64_t count, const MicroBatchSource& source) {
   // Micro-batches come back up the V after they went down through the ranks below.
   const int64_t delay = two ? parts_.pipeline.pp - 1 - parts_.pipeline_rank : 0;
   for (int64_t i = 0; i < count + delay; ++i) {
-    if (i < count) run_forward({0, i});
-    if (two && i >= delay) run_forward({1, i - delay});
+    if (i < count) run_passes({0, i}, {}, false);
+    if (two && i >= delay) run_passes({1, i - delay}, {}, false);
   }
   end_step();
   return std::exchange(loss_sum_, {});
@@ -77,77 +77,43 @@ at::Tensor Executor::evaluate(int64_t count, const MicroBatchSource& source) {
 
 void Executor::run(const PipelineAction& action) {
   if (timer_ != nullptr) timer_->begin(action);
-  switch (action.kind) {
-    case ActionKind::kForward:
-      return run_forward(action.forward);
-    case ActionKind::kBackward:
-      return run_backward(action.backward, true);
-    case ActionKind::kBackwardInput:
-      return run_backward(action.backward, false);
-    case ActionKind::kWeightGrad:
-      return run_weight_grads(action.backward);
-    case ActionKind::kForwardBackward:
-      return run_pair(action.forward, action.backward);
-  }
+  if (action.kind == ActionKind::kWeightGrad) return run_weight_grads(action.backward);
+  run_passes(action.forward, action.backward, action.kind != ActionKind::kBackwardInput);
 }
 
-void Executor::run_forward(const PipelinePass& pass) {
-  Flight& flight = start_forward(pass);
-  run_layers(pass, flight);
-  finish_forward(pass, flight);
+void Executor::run_passes(const PipelinePass& forward, const PipelinePass& backward, bool weight_grads) {
+  Flight* down = forward ? &start_forward(forward) : nullptr;
+  Flight* up = backward ? &start_backward(backward) : nullptr;
+  run_layers(forward, down, backward, up, weight_grads);
+  if (down != nullptr) finish_forward(forward, *down);
+  if (up != nullptr) finish_backward(backward, *up, weight_grads);
 }
 
-void Executor::run_layers(const PipelinePass& pass, Flight& flight) {
-  const auto [first, last] = parts_.layers(pass.slot, model_->shape());
-  for (int64_t layer = first; layer < last; ++layer) {
-    in_layer(layer, "forward", [&] {
-      start_layer(flight, layer);
-      flight.layers.back().run_experts();
-      finish_layer(flight, layer);
-    });
-  }
-}
-
-void Executor::run_backward(const PipelinePass& pass, bool weight_grads) {
-  Flight& flight = flights_.at({pass.slot, pass.micro_batch});
-  start_backward(pass, flight);
-  for (int64_t layer = parts_.layers(pass.slot, model_->shape()).end - 1; !flight.layers.empty(); --layer) {
-    in_layer(layer, "backward", [&] {
-      start_layer_backward(flight, layer);
-      flight.layers.back().run_experts_backward();
-      finish_layer_backward(pass, flight, layer, weight_grads);
-    });
-  }
-  finish_backward(pass, flight, weight_grads);
-}
-
-// Layer by layer, each direction's steps between the other's: what one sends, the other's products
+// Layer by layer, each direction's steps between the other's, if there are both: what one sends, the other's products
 // hide.
-void Executor::run_pair(const PipelinePass& forward, const PipelinePass& backward) {
-  Flight& down = start_forward(forward);
-  Flight& up = flights_.at({backward.slot, backward.micro_batch});
-  start_backward(backward, up);
-  auto [layer, end] = parts_.layers(forward.slot, model_->shape());
-  int64_t layer_up = parts_.layers(backward.slot, model_->shape()).end - 1;
-  while (layer < end || !up.layers.empty()) {
-    const bool has_down = layer < end, has_up = !up.layers.empty();
+void Executor::run_layers(const PipelinePass& forward, Flight* down, const PipelinePass& backward, Flight* up,
+                          bool weight_grads) {
+  const auto range = [&](const PipelinePass& pass) {
+    return pass ? parts_.layers(pass.slot, model_->shape()) : LayerRange{};
+  };
+  auto [layer, end] = range(forward);
+  auto [first_up, layer_up] = range(backward);
+  while (layer < end || layer_up > first_up) {
     const auto on_way_down = [&](const auto& work) {
-      if (has_down) in_layer(layer, "forward", work);
+      if (layer < end) in_layer(layer, "forward", work);
     };
     const auto on_way_up = [&](const auto& work) {
-      if (has_up) in_layer(layer_up, "backward", work);
+      if (layer_up > first_up) in_layer(layer_up - 1, "backward", work);
     };
-    on_way_up([&] { start_layer_backward(up, layer_up); });
-    on_way_down([&] { start_layer(down, layer); });
-    on_way_up([&] { up.layers.back().run_experts_backward(); });
-    on_way_down([&] { down.layers.back().run_experts(); });
-    on_way_up([&] { finish_layer_backward(backward, up, layer_up, true); });
-    on_way_down([&] { finish_layer(down, layer); });
-    layer += has_down ? 1 : 0;
-    layer_up -= has_up ? 1 : 0;
+    on_way_up([&] { start_layer_backward(*up, layer_up - 1); });
+    on_way_down([&] { start_layer(*down, layer); });
+    on_way_up([&] { up->layers.back().run_experts_backward(); });
+    on_way_down([&] { down->layers.back().run_experts(); });
+    on_way_up([&] { finish_layer_backward(backward, *up, layer_up - 1, weight_grads); });
+    on_way_down([&] { finish_layer(*down, layer); });
+    ++layer;
+    --layer_up;
   }
-  finish_forward(forward, down);
-  finish_backward(backward, up, true);
 }
 
 Executor::Flight& Executor::start_forward(const PipelinePass& pass) {
@@ -211,8 +177,10 @@ void Executor::run_head(const PipelinePass& pass, Flight& flight) {
   release(tied_);
 }
 
-void Executor::start_backward(const PipelinePass& pass, Flight& flight) {
+Executor::Flight& Executor::start_backward(const PipelinePass& pass) {
+  Flight& flight = flights_.at({pass.slot, pass.micro_batch});
   if (!parts_.has_head(pass.slot)) flight.values = take(false, pass);
+  return flight;
 }
 
 void Executor::start_layer_backward(Flight& flight, int64_t layer) {
@@ -362,7 +330,7 @@ at::Tensor Executor::hidden_states(MicroBatch batch) {
   const MicroBatchSource source = [&](int64_t) { return batch; };
   begin_step(1, source, false);
   Flight& flight = start_forward({0, 0});
-  run_layers({0, 0}, flight);
+  run_layers({0, 0}, &flight, {}, nullptr, false);
   const at::Tensor hidden = model_->final_norm(flight.values, store_->table());
   flights_.clear();
   end_step();

@@ -68,11 +68,10 @@ class Executor {
 
   void begin_step(int64_t count, const MicroBatchSource& source, bool backward);
   void run(const PipelineAction& action);
-  void run_forward(const PipelinePass& pass);
-  void run_layers(const PipelinePass& pass, Flight& flight);
-  void run_backward(const PipelinePass& pass, bool weight_grads);
+  void run_passes(const PipelinePass& forward, const PipelinePass& backward, bool weight_grads);
+  void run_layers(const PipelinePass& forward, Flight* down, const PipelinePass& backward, Flight* up,
+                  bool weight_grads);
   void run_weight_grads(const PipelinePass& pass);
-  void run_pair(const PipelinePass& forward, const PipelinePass& backward);
   void end_step();
 
   Flight& start_forward(const PipelinePass& pass);
@@ -80,7 +79,7 @@ class Executor {
   void finish_layer(Flight& flight, int64_t layer);
   void finish_forward(const PipelinePass& pass, Flight& flight);
   void run_head(const PipelinePass& pass, Flight& flight);
-  void start_backward(const PipelinePass& pass, Flight& flight);
+  Flight& start_backward(const PipelinePass& pass);
   void start_layer_backward(Flight& flight, int64_t layer);
   void finish_layer_backward(const PipelinePass& pass, Flight& flight, int64_t layer, bool weight_grads);
   void finish_backward(const PipelinePass& pass, Flight& flight, bool weight_grads);

@@ -88,12 +88,6 @@ std::vector<PipelineAction> dual_pipe_v(int64_t pp, int64_t rank, int64_t n) {
   return list.take();
 }
 
-// The rank beside `chunk` in the direction of `step`, or -1.
-int64_t neighbour_rank(const PipelineShape& shape, int64_t rank, int64_t slot, int64_t step) {
-  const int64_t chunk = shape.chunk_at(rank, slot) + step;
-  return chunk < 0 || chunk >= shape.chunks() ? -1 : shape.rank_of(chunk);
-}
-
 }  // namespace
 
 const char* action_name(ActionKind kind) {
@@ -125,12 +119,14 @@ std::vector<PipelineAction> pipeline_actions(const PipelineShape& shape, int64_t
   return is_v ? dual_pipe_v(shape.pp, rank, micro_batches) : pairs_on_one_rank(micro_batches);
 }
 
+// A gradient comes from where the hidden states went.
 int64_t source_rank(const PipelineShape& shape, int64_t rank, bool forward, int64_t slot) {
-  return neighbour_rank(shape, rank, slot, forward ? -1 : 1);
+  return target_rank(shape, rank, !forward, slot);
 }
 
 int64_t target_rank(const PipelineShape& shape, int64_t rank, bool forward, int64_t slot) {
-  return neighbour_rank(shape, rank, slot, forward ? 1 : -1);
+  const int64_t chunk = shape.chunk_at(rank, slot) + (forward ? 1 : -1);
+  return chunk < 0 || chunk >= shape.chunks() ? -1 : shape.rank_of(chunk);
 }
 
 std::vector<PipelineMessage> link_messages(const PipelineShape& shape, int64_t micro_batches, int64_t from,

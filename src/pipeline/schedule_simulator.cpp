@@ -26,15 +26,15 @@ double action_time(const PipelineTimes& times, const PipelineShape& shape, int64
   return times.chunks.at(shape.chunk_at(rank, pass.slot)).*kTimes[static_cast<size_t>(action.kind)];
 }
 
-struct SentMessage {
-  PipelineMessage message;
-  double arrival = 0;
-  bool used = false;
-};
+// Messages of a link: sent, taken off it, and given to an action.
 struct Link {
-  std::vector<SentMessage> sent;
-  int64_t taken = 0, used = 0;  // taken off the link; and given to an action
+  int64_t sent = 0, taken = 0, used = 0;
 };
+struct Arrival {
+  int64_t number = 0;  // on its link
+  double time = 0;
+};
+using MessageKey = std::tuple<int64_t, bool, int64_t, int64_t>;  // receiver, forward, slot, micro-batch
 
 class Simulation {
  public:
@@ -67,12 +67,9 @@ class Simulation {
     if (action.kind == ActionKind::kWeightGrad) {
       require(rank, action, {kBackwards, action.backward.slot, action.backward.micro_batch});
     } else {
-      SentMessage* inputs[2] = {nullptr, nullptr};
-      if (!input_ready(rank, action, true, action.forward, inputs[0])) return false;
-      if (!input_ready(rank, action, false, action.backward, inputs[1])) return false;
-      for (SentMessage* input : inputs) {
-        if (input != nullptr) start = std::max(start, take(rank, action, *input));
-      }
+      if (!input_ready(rank, action, true, action.forward)) return false;
+      if (!input_ready(rank, action, false, action.backward)) return false;
+      start = std::max({start, take(rank, action, true, action.forward), take(rank, action, false, action.backward)});
     }
     const double end = start + action_time(times_, shape_, rank, action);
     timed.push_back({action, start, end});
@@ -80,21 +77,12 @@ class Simulation {
     return true;
   }
 
-  // Are this pass's inputs there? `message` is set where one comes from another rank.
-  bool input_ready(int64_t rank, const PipelineAction& action, bool forward, const PipelinePass& pass,
-                   SentMessage*& message) {
+  bool input_ready(int64_t rank, const PipelineAction& action, bool forward, const PipelinePass& pass) {
     if (!pass) return true;
     const int64_t m = pass.micro_batch, source = source_rank(shape_, rank, forward, pass.slot);
     if (!forward) require(rank, action, {kForwards, pass.slot, m});
-    if (source < 0) return true;
-    if (source == rank) {  // the turn of the V
-      require(rank, action, {forward ? kForwards : kBackwards, 1 - pass.slot, m});
-      return true;
-    }
-    for (SentMessage& sent : links_[{source, rank}].sent) {
-      if (sent.message == PipelineMessage{forward, pass} && !sent.used) message = &sent;
-    }
-    return message != nullptr;
+    if (source == rank) require(rank, action, {forward ? kForwards : kBackwards, 1 - pass.slot, m});  // the V's turn
+    return source < 0 || source == rank || arrivals_.contains({rank, forward, pass.slot, m});
   }
 
   void require(int64_t rank, const PipelineAction& action, const PassKey& key) const {
@@ -104,17 +92,18 @@ class Simulation {
                  kDoneNames[done], slot, micro_batch);
   }
 
-  // Takes the messages of the link up to this one; returns its arrival.
-  double take(int64_t rank, const PipelineAction& action, SentMessage& message) {
-    const auto& pass = message.message;
-    Link& link = links_[{source_rank(shape_, rank, pass.forward, pass.pass.slot), rank}];
-    link.taken = std::max<int64_t>(link.taken, &message - link.sent.data() + 1);
-    message.used = true;
+  // Takes the link's messages up to the pass's, if it needs one; when that arrived.
+  double take(int64_t rank, const PipelineAction& action, bool forward, const PipelinePass& pass) {
+    const int64_t source = pass ? source_rank(shape_, rank, forward, pass.slot) : rank;
+    if (source < 0 || source == rank) return 0;
+    const Arrival arrival = arrivals_.extract({rank, forward, pass.slot, pass.micro_batch}).mapped();
+    Link& link = links_[{source, rank}];
+    link.taken = std::max(link.taken, arrival.number + 1);
     const int64_t early = link.taken - ++link.used;
     MARROW_CHECK(early <= kEarlyMessages, ExitCode::kDeviceFault, kScheduleFix,
                  "pipeline rank {}: {} takes {} other messages off its link early; the most is {}", rank,
                  to_text(action), early, kEarlyMessages);
-    return message.arrival;
+    return arrival.time;
   }
 
   void finish(int64_t rank, const PipelineAction& action, double end) {
@@ -135,7 +124,7 @@ class Simulation {
   void send(int64_t rank, bool forward, const PipelinePass& pass, double end) {
     const int64_t target = target_rank(shape_, rank, forward, pass.slot);
     if (target < 0 || target == rank) return;
-    links_[{rank, target}].sent.push_back({{forward, pass}, end + times_.latency});
+    arrivals_[{target, forward, pass.slot, pass.micro_batch}] = {links_[{rank, target}].sent++, end + times_.latency};
   }
 
   void check_complete() {
@@ -153,8 +142,8 @@ class Simulation {
       }
     }
     for (const auto& [ranks, link] : links_) {
-      MARROW_CHECK(link.used == std::ssize(link.sent), ExitCode::kDeviceFault, kScheduleFix,
-                   "pipeline rank {} sends {} messages to rank {}, which takes {}", ranks.first, link.sent.size(),
+      MARROW_CHECK(link.used == link.sent, ExitCode::kDeviceFault, kScheduleFix,
+                   "pipeline rank {} sends {} messages to rank {}, which takes {}", ranks.first, link.sent,
                    ranks.second, link.used);
     }
   }
@@ -166,6 +155,7 @@ class Simulation {
   std::vector<std::set<PassKey>> done_;                // by rank
   std::vector<std::vector<TimedAction>> timed_;        // by rank
   std::map<std::pair<int64_t, int64_t>, Link> links_;  // from, to
+  std::map<MessageKey, Arrival> arrivals_;             // not taken yet
 };
 
 }  // namespace
