@@ -38,19 +38,29 @@ void PendingTransfer::wait() {
   tensors_.clear();
 }
 
-int64_t row_bytes(const at::Tensor& values) {
-  const at::IntArrayRef row = values.sizes().slice(1);
-  return std::accumulate(row.begin(), row.end(), int64_t{1}, std::multiplies<>()) * values.element_size();
+const char* Operation::name() const {
+  constexpr const char* kNames[] = {"all_reduce", "broadcast", "all_gather", "reduce_scatter",
+                                    "all_to_all", "send",      "receive",    "exchange"};
+  return kNames[kind];
 }
 
-std::vector<int64_t> row_starts(const Communicator& group, const at::Tensor& values, std::span<const int64_t> rows) {
+Communicator::Communicator(std::string name, std::vector<int64_t> ranks, int64_t world_rank)
+    : name_(std::move(name)),
+      ranks_(std::move(ranks)),
+      rank_(std::find(ranks_.begin(), ranks_.end(), world_rank) - ranks_.begin()) {}
+
+int64_t Communicator::row_bytes(const Tensor& values) {
+  return c10::multiply_integers(values.sizes().slice(1)) * values.element_size();
+}
+
+std::vector<int64_t> Communicator::row_starts(const Tensor& values, Counts rows) const {
   std::vector<int64_t> first(rows.size());
   std::exclusive_scan(rows.begin(), rows.end(), first.begin(), int64_t{0});
   const int64_t total = rows.empty() ? 0 : first.back() + rows.back();
-  MARROW_CHECK(static_cast<int64_t>(rows.size()) == group.size() && total == values.size(0), ExitCode::kDeviceFault,
+  MARROW_CHECK(std::ssize(rows) == size() && total == values.size(0), ExitCode::kDeviceFault,
                Fix("a defect of the caller's counts"),
-               "all_to_all in group {}: {} counts with {} rows in total for {} ranks and a tensor of {} rows",
-               group.name(), rows.size(), total, group.size(), values.size(0));
+               "all_to_all in group {}: {} counts with {} rows in total for {} ranks and a tensor of {} rows", name_,
+               rows.size(), total, size(), values.size(0));
   return first;
 }
 

@@ -23,6 +23,19 @@ class PendingTransfer {
   std::vector<at::Tensor> tensors_;
 };
 
+// What a communicator is asked for: see the functions of the same names.
+struct Operation {
+  enum Kind { kAllReduce, kBroadcast, kAllGather, kReduceScatter, kAllToAll, kSend, kReceive, kExchange };
+  Kind kind = kAllReduce;
+  at::Tensor sent = {}, received = {};  // of kAllReduce to kReduceScatter: one tensor, in place
+  std::span<const int64_t> sent_parts = {}, received_parts = {};  // bounds of ranges; rows for and from each rank
+  int64_t to = -1, from = -1;                                     // from: also the root of a broadcast
+
+  const char* name() const;
+  const at::Tensor& values() const { return sent.defined() ? sent : received; }
+  bool sums() const { return kind == kAllReduce || kind == kReduceScatter; }
+};
+
 // One group of ranks, on one kind of device. Every rank of the group calls the same operations in the
 // same order with fitting sizes. An operation starts after what the current stream holds so far (GPU)
 // and runs on a stream of the communicator's own; those of one communicator run in the order of the
@@ -31,33 +44,75 @@ class PendingTransfer {
 // int32 or int64; all else moves any dtype.
 class Communicator {
  public:
+  // `ranks`: the members' ranks in the world, ascending; `world_rank` is this one.
+  Communicator(std::string name, std::vector<int64_t> ranks, int64_t world_rank);
   virtual ~Communicator() = default;
-  virtual const std::string& name() const = 0;  // "expert", as errors and the watchdog's table show it
-  virtual int64_t rank() const = 0;             // in this group
-  virtual int64_t size() const = 0;
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+  const std::string& name() const { return name_; }  // "expert", as errors and the watchdog's table show it
+  const std::vector<int64_t>& world_ranks() const { return ranks_; }
+  int64_t rank() const { return rank_; }  // in this group
+  int64_t size() const { return std::ssize(ranks_); }
 
-  virtual PendingTransfer all_reduce(const at::Tensor& values) = 0;  // in place
-  virtual PendingTransfer broadcast(const at::Tensor& values, int64_t root) = 0;
+  using Tensor = at::Tensor;
+  using Counts = std::span<const int64_t>;
+  PendingTransfer all_reduce(const Tensor& values) {
+    return start({Operation::kAllReduce, values, values});
+  }  // in place
+  PendingTransfer broadcast(const Tensor& values, int64_t root) {
+    return start({Operation::kBroadcast, values, values, {}, {}, -1, root});
+  }
   // Element ranges [bounds[r], bounds[r + 1]) of `whole` belong to rank r; bounds has size() + 1
   // entries. all_gather: each rank has filled its own range; all ranges afterwards. reduce_scatter:
   // the sum over ranks of one's own range, in place; the other ranges are undefined afterwards.
-  virtual PendingTransfer all_gather(const at::Tensor& whole, std::span<const int64_t> bounds) = 0;
-  virtual PendingTransfer reduce_scatter(const at::Tensor& whole, std::span<const int64_t> bounds) = 0;
+  PendingTransfer all_gather(const Tensor& whole, Counts bounds) {
+    return start({Operation::kAllGather, whole, whole, bounds});
+  }
+  PendingTransfer reduce_scatter(const Tensor& whole, Counts bounds) {
+    return start({Operation::kReduceScatter, whole, whole, bounds});
+  }
   // Rows (of dimension 0) for rank r lie in `send` after those for ranks below r; received rows lie
   // likewise in `receive`. Counts of zero are normal.
-  virtual PendingTransfer all_to_all(const at::Tensor& send, std::span<const int64_t> send_rows,
-                                     const at::Tensor& receive, std::span<const int64_t> receive_rows) = 0;
+  PendingTransfer all_to_all(const Tensor& send, Counts send_rows, const Tensor& receive, Counts receive_rows) {
+    return start({Operation::kAllToAll, send, receive, send_rows, receive_rows});
+  }
   // Point to point: messages between two ranks arrive in the order of sending. exchange() is a send
   // and a receive that go on at the same time (a step round a ring): a send may wait for its receive, so
   // that two ranks that both send first would wait for ever.
-  virtual PendingTransfer send(const at::Tensor& values, int64_t to) = 0;
-  virtual PendingTransfer receive(const at::Tensor& values, int64_t from) = 0;
-  virtual PendingTransfer exchange(const at::Tensor& sent, int64_t to, const at::Tensor& received, int64_t from) = 0;
+  PendingTransfer send(const Tensor& values, int64_t to) { return start({Operation::kSend, values, {}, {}, {}, to}); }
+  PendingTransfer receive(const Tensor& values, int64_t from) {
+    return start({Operation::kReceive, {}, values, {}, {}, -1, from});
+  }
+  PendingTransfer exchange(const Tensor& sent, int64_t to, const Tensor& received, int64_t from) {
+    return start({Operation::kExchange, sent, received, {}, {}, to, from});
+  }
+  virtual PendingTransfer start(const Operation& operation) = 0;
+
+ protected:
+  // Of an all_to_all: bytes of a row, and the first row of each rank, after checking that `rows` has an entry for each
+  // rank and sums to the rows of `values`.
+  static int64_t row_bytes(const Tensor& values);
+  std::vector<int64_t> row_starts(const Tensor& values, Counts rows) const;
+
+  std::string name_;
+  std::vector<int64_t> ranks_;
+  int64_t rank_;
 };
 
-// For implementations of all_to_all: bytes of a row of dimension 0, and the first row of each rank, after
-// checking that `rows` has an entry for each rank and sums to the rows of `values`.
-int64_t row_bytes(const at::Tensor& values);
-std::vector<int64_t> row_starts(const Communicator& group, const at::Tensor& values, std::span<const int64_t> rows);
+class RunRecords;
+// Communicators of a group whose ranks all call this; `records` (may be null) outlives them. On the CPU over MPI: the
+// process was started by mpirun, and make_bootstrap() has run. Nothing spins: wait() polls and sleeps, because there
+// may be more ranks than cores. Any number of bytes goes.
+std::unique_ptr<Communicator> make_mpi_communicator(const std::string& name, const std::vector<int64_t>& ranks,
+                                                    int64_t world_rank, RunRecords* records);
+// On GPUs over NCCL, each with a high-priority stream of its own; errors carry NCCL's last message. `identity`: what
+// the first rank of the group made.
+std::string new_nccl_identity();
+std::unique_ptr<Communicator> make_nccl_communicator(const std::string& name, const std::vector<int64_t>& ranks,
+                                                     int64_t world_rank, const std::string& identity, at::Device device,
+                                                     RunRecords* records);
+// One that first makes sure that all ranks mean the same operation and sizes. Errors (kDeviceFault) name two ranks and
+// what each wants. Collectives compare before they start, on every rank; point to point the receiver does, in wait().
+std::unique_ptr<Communicator> make_checked_communicator(std::unique_ptr<Communicator> inner, at::Device device);
 
 }  // namespace marrow

@@ -61,6 +61,7 @@ void ExpertDispatch::await_counts() {
   }
 }
 
+// Starts to move `rows` to where the dispatch went, or back; finish() gives what arrived.
 void ExpertDispatch::start(const at::Tensor& rows, bool back) {
   const auto& [from, to] = back ? std::tie(received_, sent_) : std::tie(sent_, received_);
   std::vector<int64_t> shape = rows.sizes().vec();
@@ -111,11 +112,6 @@ DispatchedTokens ExpertDispatch::finish_dispatch() {
   out.expert_rows = expert_rows_;
   return out;
 }
-
-void ExpertDispatch::start_combine(const at::Tensor& rows) { start(rows, true); }
-at::Tensor ExpertDispatch::finish_combine() { return finish(); }
-void ExpertDispatch::start_combine_backward(const at::Tensor& d_rows) { start(d_rows, false); }
-at::Tensor ExpertDispatch::finish_combine_backward() { return finish(); }
 
 void ExpertDispatch::start_dispatch_backward(const at::Tensor& d_rows, const at::Tensor& d_weights) {
   start(d_rows, true);

@@ -32,13 +32,13 @@ class ExpertDispatch {
   void start_dispatch(const at::Tensor& tokens, const at::Tensor& weights);
   DispatchedTokens finish_dispatch();
   // S4 forward. rows [Q, H], each the sum over this rank's experts → [P, H] with map().
-  void start_combine(const at::Tensor& rows);
-  at::Tensor finish_combine();
+  void start_combine(const at::Tensor& rows) { start(rows, true); }
+  at::Tensor finish_combine() { return finish(); }
   const RowMap& map() const { return map_; }  // tokens [T] to sent rows [P]
 
   // S4 backward: gradient [P, H] → gradient of what the expert rank gave, [Q, H].
-  void start_combine_backward(const at::Tensor& d_rows);
-  at::Tensor finish_combine_backward();
+  void start_combine_backward(const at::Tensor& d_rows) { start(d_rows, false); }
+  at::Tensor finish_combine_backward() { return finish(); }
   // S2 backward: gradients of DispatchedTokens' rows and weights → those of tokens, with `d_tokens`
   // (may be undefined) added, and of weights [T, k].
   void start_dispatch_backward(const at::Tensor& d_rows, const at::Tensor& d_weights);
@@ -50,7 +50,6 @@ class ExpertDispatch {
   void plan_whole();
   void plan_counted();
   void await_counts();
-  // Starts to move `rows` to where the dispatch went, or back; finish() gives what arrived.
   void start(const at::Tensor& rows, bool back);
   void keep(PendingTransfer transfer, const at::Tensor& arriving);
   at::Tensor finish();

@@ -24,13 +24,13 @@ struct Mesh {
   // ep ranks read different sequences: data rank q = d·ep + e of D = dp·ep.
   int64_t data_rank() const { return d * shape.ep + e; }
   int64_t data_ranks() const { return shape.dp * shape.ep; }
+  int64_t copy() const { return d / (shape.dp / shape.replicate); }  // of the sharded states
   int64_t rank_at(int64_t p, int64_t d, int64_t c, int64_t e) const;
 
   // World ranks of the groups that this rank is in, itself included, ascending.
   std::vector<int64_t> expert_group() const;    // ep: exchanges tokens
   std::vector<int64_t> context_group() const;   // cp: exchanges keys and values
   std::vector<int64_t> pipeline_group() const;  // pp: sends activations; index = p
-  std::vector<int64_t> stage_group() const;     // dp × cp × ep: holds the same layers
   // The sharded states: dp/replicate × cp × ep ranks divide everything but experts, dp/replicate × cp
   // divide experts. Copy r of the states is on d in [r·dp/replicate, (r + 1)·dp/replicate): shards are
   // near each other, and replica_group (replicate ranks) is what holds the same shard.

@@ -1,4 +1,5 @@
-#include "parallel/mpi_communicator.h"
+// Communicators and bootstrap over MPI.
+#include "parallel/communicator.h"
 
 #define OMPI_SKIP_MPICXX 1
 #include <mpi.h>
@@ -6,6 +7,7 @@
 #include <chrono>
 #include <cstring>
 #include <exception>
+#include <numeric>
 #include <thread>
 
 #include "parallel/bootstrap.h"
@@ -151,24 +153,24 @@ class MpiBootstrap : public Bootstrap {
   bool is_mpi() const override { return true; }
 
   std::vector<std::string> all_gather(const std::string& bytes) override {
-    std::vector<int64_t> lengths(static_cast<size_t>(size_));
-    lengths[static_cast<size_t>(rank_)] = static_cast<int64_t>(bytes.size());
-    Requests sizes("bootstrap", "all_gather", slot_, static_cast<int64_t>(bytes.size()));
-    sizes.collective(1, 1, "MPI_Iallgather", [&](int64_t, int, MPI_Request* request) {
-      return MPI_Iallgather(MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, lengths.data(), 1, MPI_INT64_T, comm_, request);
+    std::vector<int> lengths(static_cast<size_t>(size_)), places(lengths.size());
+    lengths[static_cast<size_t>(rank_)] = static_cast<int>(bytes.size());
+    const auto gather = [&](const auto& call) {
+      Requests requests("bootstrap", "all_gather", slot_, static_cast<int64_t>(bytes.size()));
+      requests.collective(1, 1, "MPI_Iallgatherv", [&](int64_t, int, MPI_Request* request) { return call(request); });
+      requests.wait();
+    };
+    gather([&](MPI_Request* request) {
+      return MPI_Iallgather(MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, lengths.data(), 1, MPI_INT, comm_, request);
     });
-    sizes.wait();
-    std::vector<std::string> all(static_cast<size_t>(size_));
-    all[static_cast<size_t>(rank_)] = bytes;
-    Requests contents("bootstrap", "all_gather", slot_, static_cast<int64_t>(bytes.size()));
-    for (int peer = 0; peer < size_; ++peer) {
-      if (peer == rank_) continue;
-      std::string& into = all[static_cast<size_t>(peer)];
-      into.resize(static_cast<size_t>(lengths[static_cast<size_t>(peer)]));
-      contents.send(bytes.data(), static_cast<int64_t>(bytes.size()), peer, comm_, 0);
-      contents.receive(into.data(), static_cast<int64_t>(into.size()), peer, comm_, 0);
-    }
-    contents.wait();
+    std::exclusive_scan(lengths.begin(), lengths.end(), places.begin(), 0);
+    std::string joined(static_cast<size_t>(places.back() + lengths.back()), '\0');
+    gather([&](MPI_Request* request) {
+      return MPI_Iallgatherv(bytes.data(), static_cast<int>(bytes.size()), MPI_BYTE, joined.data(), lengths.data(),
+                             places.data(), MPI_BYTE, comm_, request);
+    });
+    std::vector<std::string> all;
+    for (size_t r = 0; r < lengths.size(); ++r) all.push_back(joined.substr(places[r], lengths[r]));
     return all;
   }
 
@@ -179,8 +181,8 @@ class MpiBootstrap : public Bootstrap {
 
 class MpiCommunicator : public Communicator {
  public:
-  MpiCommunicator(std::string name, const std::vector<int64_t>& ranks, RunRecords* records)
-      : name_(std::move(name)), slot_(records == nullptr ? nullptr : records->add(name_)) {
+  MpiCommunicator(const std::string& name, const std::vector<int64_t>& ranks, int64_t world_rank, RunRecords* records)
+      : Communicator(name, ranks, world_rank), slot_(records == nullptr ? nullptr : records->add(name)) {
     const std::vector<int> members(ranks.begin(), ranks.end());
     MPI_Group world = MPI_GROUP_NULL, group = MPI_GROUP_NULL;
     check_mpi(MPI_Comm_group(MPI_COMM_WORLD, &world), "MPI_Comm_group");
@@ -188,104 +190,49 @@ class MpiCommunicator : public Communicator {
     check_mpi(MPI_Comm_create_group(MPI_COMM_WORLD, group, 0, &comm_), "MPI_Comm_create_group");
     MPI_Group_free(&group);
     MPI_Group_free(&world);
-    MPI_Comm_rank(comm_, &rank_);
-    MPI_Comm_size(comm_, &size_);
   }
   ~MpiCommunicator() override {
     if (std::uncaught_exceptions() == 0) MPI_Comm_free(&comm_);
   }
-  MpiCommunicator(const MpiCommunicator&) = delete;
-  MpiCommunicator& operator=(const MpiCommunicator&) = delete;
 
-  const std::string& name() const override { return name_; }
-  int64_t rank() const override { return rank_; }
-  int64_t size() const override { return size_; }
-
-  PendingTransfer all_reduce(const at::Tensor& values) override {
-    const MPI_Datatype type = reduction_type(values);
-    auto requests = start("all_reduce", values);
-    requests->collective(values.numel(), kElements, "MPI_Iallreduce", [&](int64_t at, int count, MPI_Request* request) {
-      return MPI_Iallreduce(MPI_IN_PLACE, address(values, at), count, type, MPI_SUM, comm_, request);
-    });
-    return pending(requests, {values});
-  }
-
-  PendingTransfer broadcast(const at::Tensor& values, int64_t root) override {
-    auto requests = start("broadcast", values);
-    const int64_t bytes = static_cast<int64_t>(values.nbytes());
-    requests->collective(bytes, kMessageBytes, "MPI_Ibcast", [&](int64_t at, int count, MPI_Request* request) {
-      return MPI_Ibcast(static_cast<char*>(values.data_ptr()) + at, count, MPI_BYTE, static_cast<int>(root), comm_,
-                        request);
-    });
-    return pending(requests, {values});
-  }
-
-  PendingTransfer all_gather(const at::Tensor& whole, std::span<const int64_t> bounds) override {
-    auto requests = start("all_gather", whole);
-    const auto bytes = [&](int64_t r) { return (bounds[r + 1] - bounds[r]) * whole.element_size(); };
-    for (int64_t step = 1; step < size_; ++step) {
-      const int64_t to = (rank_ + step) % size_, from = (rank_ - step + size_) % size_;
-      requests->receive(address(whole, bounds[from]), bytes(from), from, comm_, kGather);
-      requests->send(address(whole, bounds[rank_]), bytes(rank_), to, comm_, kGather);
+  PendingTransfer start(const Operation& operation) override {
+    const at::Tensor& values = operation.values();
+    const MPI_Datatype type = operation.sums() ? reduction_type(values) : MPI_BYTE;
+    auto requests = std::make_shared<Requests>(name_, operation.name(), slot_, static_cast<int64_t>(values.nbytes()));
+    switch (operation.kind) {
+      case Operation::kAllReduce:
+        requests->collective(values.numel(), kElements, "MPI_Iallreduce", [&](int64_t at, int n, MPI_Request* request) {
+          return MPI_Iallreduce(MPI_IN_PLACE, address(values, at), n, type, MPI_SUM, comm_, request);
+        });
+        break;
+      case Operation::kBroadcast:
+        requests->collective(static_cast<int64_t>(values.nbytes()), kMessageBytes, "MPI_Ibcast",
+                             [&](int64_t at, int n, MPI_Request* request) {
+                               void* data = static_cast<char*>(values.data_ptr()) + at;
+                               return MPI_Ibcast(data, n, type, static_cast<int>(operation.from), comm_, request);
+                             });
+        break;
+      case Operation::kReduceScatter:
+        reduce_scatter(*requests, values, operation.sent_parts, type);
+        break;
+      case Operation::kAllGather:
+        all_gather(*requests, values, operation.sent_parts);
+        break;
+      case Operation::kAllToAll:
+        all_to_all(*requests, operation);
+        break;
+      default: {
+        const auto& [sent, received] = std::tie(operation.sent, operation.received);
+        if (received.defined()) {
+          requests->receive(received.data_ptr(), static_cast<int64_t>(received.nbytes()), operation.from, comm_,
+                            kDirect);
+        }
+        if (sent.defined()) {
+          requests->send(sent.data_ptr(), static_cast<int64_t>(sent.nbytes()), operation.to, comm_, kDirect);
+        }
+      }
     }
-    return pending(requests, {whole});
-  }
-
-  PendingTransfer reduce_scatter(const at::Tensor& whole, std::span<const int64_t> bounds) override {
-    const MPI_Datatype type = reduction_type(whole);
-    auto requests = start("reduce_scatter", whole);
-    for (int root = 0; root < size_; ++root) {
-      const int64_t begin = bounds[root];
-      requests->collective(
-          bounds[root + 1] - begin, kElements, "MPI_Ireduce", [&](int64_t at, int count, MPI_Request* request) {
-            void* data = address(whole, begin + at);
-            return root == rank_ ? MPI_Ireduce(MPI_IN_PLACE, data, count, type, MPI_SUM, root, comm_, request)
-                                 : MPI_Ireduce(data, nullptr, count, type, MPI_SUM, root, comm_, request);
-          });
-    }
-    return pending(requests, {whole});
-  }
-
-  PendingTransfer all_to_all(const at::Tensor& send, std::span<const int64_t> send_rows, const at::Tensor& receive,
-                             std::span<const int64_t> receive_rows) override {
-    auto requests = start("all_to_all", send);
-    const int64_t width = row_bytes(send);
-    const std::vector<int64_t> sent = row_starts(*this, send, send_rows);
-    const std::vector<int64_t> received = row_starts(*this, receive, receive_rows);
-    char* into = static_cast<char*>(receive.data_ptr());
-    const char* from = static_cast<const char*>(send.data_ptr());
-    for (int64_t step = 1; step < size_; ++step) {
-      const int64_t to = (rank_ + step) % size_, source = (rank_ - step + size_) % size_;
-      requests->receive(into + received[source] * width, receive_rows[source] * width, source, comm_, kTotal);
-      requests->send(from + sent[to] * width, send_rows[to] * width, to, comm_, kTotal);
-    }
-    MARROW_CHECK(send_rows[rank_] == receive_rows[rank_], ExitCode::kDeviceFault,
-                 Fix("a defect of the caller's counts"),
-                 "all_to_all in group {}: rank {} of it sends itself {} rows and expects {}", name_, rank_,
-                 send_rows[rank_], receive_rows[rank_]);
-    if (const int64_t own = send_rows[rank_] * width; own > 0) {
-      std::memcpy(into + received[rank_] * width, from + sent[rank_] * width, static_cast<size_t>(own));
-    }
-    return pending(requests, {send, receive});
-  }
-
-  PendingTransfer send(const at::Tensor& values, int64_t to) override {
-    auto requests = start("send", values);
-    requests->send(values.data_ptr(), static_cast<int64_t>(values.nbytes()), to, comm_, kDirect);
-    return pending(requests, {values});
-  }
-
-  PendingTransfer receive(const at::Tensor& values, int64_t from) override {
-    auto requests = start("receive", values);
-    requests->receive(values.data_ptr(), static_cast<int64_t>(values.nbytes()), from, comm_, kDirect);
-    return pending(requests, {values});
-  }
-
-  PendingTransfer exchange(const at::Tensor& sent, int64_t to, const at::Tensor& received, int64_t from) override {
-    auto requests = start("exchange", sent);
-    requests->receive(received.data_ptr(), static_cast<int64_t>(received.nbytes()), from, comm_, kDirect);
-    requests->send(sent.data_ptr(), static_cast<int64_t>(sent.nbytes()), to, comm_, kDirect);
-    return pending(requests, {sent, received});
+    return {[requests = std::move(requests)] { requests->wait(); }, {operation.sent, operation.received}};
   }
 
  private:
@@ -295,17 +242,49 @@ class MpiCommunicator : public Communicator {
   static void* address(const at::Tensor& values, int64_t element) {
     return static_cast<char*>(values.data_ptr()) + element * values.element_size();
   }
-  std::shared_ptr<Requests> start(std::string_view operation, const at::Tensor& values) const {
-    return std::make_shared<Requests>(name_, operation, slot_, static_cast<int64_t>(values.nbytes()));
-  }
-  static PendingTransfer pending(std::shared_ptr<Requests> requests, std::vector<at::Tensor> tensors) {
-    return {[requests = std::move(requests)] { requests->wait(); }, std::move(tensors)};
+
+  void all_gather(Requests& requests, const at::Tensor& whole, Counts bounds) const {
+    const auto bytes = [&](int64_t r) { return (bounds[r + 1] - bounds[r]) * whole.element_size(); };
+    for (int64_t step = 1; step < size(); ++step) {
+      const int64_t to = (rank_ + step) % size(), from = (rank_ - step + size()) % size();
+      requests.receive(address(whole, bounds[from]), bytes(from), from, comm_, kGather);
+      requests.send(address(whole, bounds[rank_]), bytes(rank_), to, comm_, kGather);
+    }
   }
 
-  std::string name_;
+  void reduce_scatter(Requests& requests, const at::Tensor& whole, Counts bounds, MPI_Datatype type) const {
+    for (int root = 0; root < size(); ++root) {
+      const int64_t elements = bounds[root + 1] - bounds[root];
+      requests.collective(elements, kElements, "MPI_Ireduce", [&](int64_t at, int count, MPI_Request* request) {
+        void* data = address(whole, bounds[root] + at);
+        return root == rank_ ? MPI_Ireduce(MPI_IN_PLACE, data, count, type, MPI_SUM, root, comm_, request)
+                             : MPI_Ireduce(data, nullptr, count, type, MPI_SUM, root, comm_, request);
+      });
+    }
+  }
+
+  void all_to_all(Requests& requests, const Operation& operation) const {
+    const auto& [kind, send, receive, send_rows, receive_rows, to_rank, from_rank] = operation;
+    const std::vector<int64_t> sent = row_starts(send, send_rows), received = row_starts(receive, receive_rows);
+    const int64_t width = row_bytes(send);
+    char* into = static_cast<char*>(receive.data_ptr());
+    const char* from = static_cast<const char*>(send.data_ptr());
+    for (int64_t step = 1; step < size(); ++step) {
+      const int64_t to = (rank_ + step) % size(), source = (rank_ - step + size()) % size();
+      requests.receive(into + received[source] * width, receive_rows[source] * width, source, comm_, kTotal);
+      requests.send(from + sent[to] * width, send_rows[to] * width, to, comm_, kTotal);
+    }
+    MARROW_CHECK(send_rows[rank_] == receive_rows[rank_], ExitCode::kDeviceFault,
+                 Fix("a defect of the caller's counts"),
+                 "all_to_all in group {}: rank {} of it sends itself {} rows and expects {}", name_, rank_,
+                 send_rows[rank_], receive_rows[rank_]);
+    if (const int64_t own = send_rows[rank_] * width; own > 0) {
+      std::memcpy(into + received[rank_] * width, from + sent[rank_] * width, static_cast<size_t>(own));
+    }
+  }
+
   OperationSlot* slot_;
   MPI_Comm comm_ = MPI_COMM_NULL;
-  int rank_ = 0, size_ = 1;
 };
 
 }  // namespace
@@ -313,8 +292,8 @@ class MpiCommunicator : public Communicator {
 std::unique_ptr<Bootstrap> make_mpi_bootstrap() { return std::make_unique<MpiBootstrap>(); }
 
 std::unique_ptr<Communicator> make_mpi_communicator(const std::string& name, const std::vector<int64_t>& ranks,
-                                                    RunRecords* records) {
-  return std::make_unique<MpiCommunicator>(name, ranks, records);
+                                                    int64_t world_rank, RunRecords* records) {
+  return std::make_unique<MpiCommunicator>(name, ranks, world_rank, records);
 }
 
 }  // namespace marrow

@@ -1,4 +1,5 @@
-#include "parallel/nccl_communicator.h"
+// Communicators over NCCL.
+#include "parallel/communicator.h"
 
 #ifndef MARROW_CUDA
 
@@ -66,14 +67,12 @@ bool equal_ranges(std::span<const int64_t> bounds) {
 
 class NcclCommunicator : public Communicator {
  public:
-  NcclCommunicator(std::string name, const std::vector<int64_t>& ranks, int64_t world_rank, const std::string& identity,
-                   at::Device device, RunRecords* records)
-      : name_(std::move(name)),
-        rank_(std::find(ranks.begin(), ranks.end(), world_rank) - ranks.begin()),
-        size_(static_cast<int64_t>(ranks.size())),
+  NcclCommunicator(const std::string& name, const std::vector<int64_t>& ranks, int64_t world_rank,
+                   const std::string& identity, at::Device device, RunRecords* records)
+      : Communicator(name, ranks, world_rank),
         stream_(c10::cuda::getStreamFromPool(/*isHighPriority=*/true, device.index())),
         records_(records),
-        slot_(records != nullptr ? records->add(name_) : &own_slot_) {
+        slot_(records != nullptr ? records->add(name) : &own_slot_) {
     const c10::cuda::CUDAGuard guard(device);
     ncclUniqueId id;
     MARROW_CHECK(identity.size() == sizeof id, ExitCode::kDeviceFault, Fix("start all ranks from one build"),
@@ -82,7 +81,7 @@ class NcclCommunicator : public Communicator {
     slot_->begin("connect", 0);
     slot_->waited_for = true;
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    check_nccl(ncclCommInitRankConfig(&comm_, static_cast<int>(size_), id, static_cast<int>(rank_), &config),
+    check_nccl(ncclCommInitRankConfig(&comm_, static_cast<int>(size()), id, static_cast<int>(rank_), &config),
                "ncclCommInitRankConfig", name_, nullptr);
     slot_->waited_for = false;
     slot_->end();
@@ -92,89 +91,95 @@ class NcclCommunicator : public Communicator {
     if (records_ != nullptr) records_->set_probe(slot_, {});
     if (std::uncaught_exceptions() == 0) ncclCommDestroy(comm_);  // else it would wait for the other ranks
   }
-  NcclCommunicator(const NcclCommunicator&) = delete;
-  NcclCommunicator& operator=(const NcclCommunicator&) = delete;
 
-  const std::string& name() const override { return name_; }
-  int64_t rank() const override { return rank_; }
-  int64_t size() const override { return size_; }
-
-  PendingTransfer all_reduce(const at::Tensor& values) override {
-    const ncclDataType_t type = reduction_type(values);
-    return launch("all_reduce", {values}, [&] {
-      return ncclAllReduce(values.data_ptr(), values.data_ptr(), count(values.numel()), type, ncclSum, comm_, stream_);
-    });
-  }
-
-  PendingTransfer broadcast(const at::Tensor& values, int64_t root) override {
-    return launch("broadcast", {values}, [&] { return broadcast_bytes(values.data_ptr(), bytes(values), root); });
-  }
-
-  PendingTransfer all_gather(const at::Tensor& whole, std::span<const int64_t> bounds) override {
-    const int64_t width = whole.element_size();
-    return launch("all_gather", {whole}, [&] {
-      if (equal_ranges(bounds)) {
-        return ncclAllGather(at(whole, bounds[rank_]), at(whole, bounds[0]), count((bounds[1] - bounds[0]) * width),
-                             ncclUint8, comm_, stream_);
-      }
-      return each_range(bounds, [&](int64_t begin, int64_t elements, int64_t root) {
-        return broadcast_bytes(at(whole, begin), count(elements * width), root);
-      });
-    });
-  }
-
-  PendingTransfer reduce_scatter(const at::Tensor& whole, std::span<const int64_t> bounds) override {
-    const ncclDataType_t type = reduction_type(whole);
-    return launch("reduce_scatter", {whole}, [&] {
-      if (equal_ranges(bounds)) {
-        return ncclReduceScatter(at(whole, bounds[0]), at(whole, bounds[rank_]), count(bounds[1] - bounds[0]), type,
-                                 ncclSum, comm_, stream_);
-      }
-      return each_range(bounds, [&](int64_t begin, int64_t elements, int64_t root) {
-        return ncclReduce(at(whole, begin), at(whole, begin), count(elements), type, ncclSum, static_cast<int>(root),
-                          comm_, stream_);
-      });
-    });
-  }
-
-  PendingTransfer all_to_all(const at::Tensor& send, std::span<const int64_t> send_rows, const at::Tensor& receive,
-                             std::span<const int64_t> receive_rows) override {
-    const std::vector<int64_t> sent = row_starts(*this, send, send_rows);
-    const std::vector<int64_t> received = row_starts(*this, receive, receive_rows);
-    const int64_t width = row_bytes(send);
-    return launch("all_to_all", {send, receive}, [&] {
-      for (int64_t peer = 0; peer < size_; ++peer) {  // the group reports the first of their errors
-        if (send_rows[peer] > 0) send_bytes(start(send, sent[peer], width), count(send_rows[peer] * width), peer);
-        if (receive_rows[peer] > 0) {
-          receive_bytes(start(receive, received[peer], width), count(receive_rows[peer] * width), peer);
-        }
-      }
-      return ncclSuccess;
-    });
-  }
-
-  PendingTransfer send(const at::Tensor& values, int64_t to) override {
-    return launch("send", {values}, [&] { return send_bytes(values.data_ptr(), bytes(values), to); });
-  }
-
-  PendingTransfer receive(const at::Tensor& values, int64_t from) override {
-    return launch("receive", {values}, [&] { return receive_bytes(values.data_ptr(), bytes(values), from); });
-  }
-
-  PendingTransfer exchange(const at::Tensor& sent, int64_t to, const at::Tensor& received, int64_t from) override {
-    return launch("exchange", {sent, received}, [&] {
-      send_bytes(sent.data_ptr(), bytes(sent), to);
-      return receive_bytes(received.data_ptr(), bytes(received), from);
-    });
+  // Starts after what the current stream holds; wait() lets the then current stream wait for the end.
+  PendingTransfer start(const Operation& operation) override {
+    if (operation.sums()) reduction_type(operation.sent);  // an error here, not with a group open
+    std::vector<int64_t> first_sent, first_received;
+    if (operation.kind == Operation::kAllToAll) {
+      first_sent = row_starts(operation.sent, operation.sent_parts);
+      first_received = row_starts(operation.received, operation.received_parts);
+    }
+    const c10::cuda::CUDAGuard guard(stream_.device());
+    at::cuda::CUDAEvent ready;
+    ready.record(at::cuda::getCurrentCUDAStream(stream_.device_index()));
+    ready.block(stream_);
+    check_nccl(ncclGroupStart(), "ncclGroupStart", name_, comm_);
+    const ncclResult_t result = issue(operation, first_sent, first_received);
+    const ncclResult_t end = ncclGroupEnd();
+    check_nccl(result != ncclSuccess ? result : end, operation.name(), name_, comm_);
+    auto done = std::make_shared<at::cuda::CUDAEvent>();
+    done->record(stream_);
+    {
+      const std::lock_guard lock(mutex_);
+      slot_->begin(operation.name(), static_cast<int64_t>(operation.values().nbytes()));
+      in_flight_.push_back(done);
+      retire();
+    }
+    return {[done] { done->block(at::cuda::getCurrentCUDAStream(done->device_index())); },
+            {operation.sent, operation.received}};
   }
 
  private:
   static size_t count(int64_t elements) { return static_cast<size_t>(elements); }
-  static size_t bytes(const at::Tensor& values) { return values.nbytes(); }
-  static char* start(const at::Tensor& values, int64_t row, int64_t width) {
-    return static_cast<char*>(values.data_ptr()) + row * width;
+  static char* at(const at::Tensor& values, int64_t element) {
+    return static_cast<char*>(values.data_ptr()) + element * values.element_size();
   }
-  static char* at(const at::Tensor& values, int64_t element) { return start(values, element, values.element_size()); }
+
+  ncclResult_t issue(const Operation& operation, const std::vector<int64_t>& first_sent,
+                     const std::vector<int64_t>& first_received) {
+    const at::Tensor &sent = operation.sent, &received = operation.received;
+    switch (operation.kind) {
+      case Operation::kAllReduce:
+        return ncclAllReduce(sent.data_ptr(), sent.data_ptr(), count(sent.numel()), reduction_type(sent), ncclSum,
+                             comm_, stream_);
+      case Operation::kBroadcast:
+        return broadcast_bytes(sent.data_ptr(), sent.nbytes(), operation.from);
+      case Operation::kAllGather:
+        return all_gather(sent, operation.sent_parts);
+      case Operation::kReduceScatter:
+        return reduce_scatter(sent, operation.sent_parts);
+      case Operation::kAllToAll:
+        return all_to_all(operation, first_sent, first_received);
+      default:  // the group reports the first of their errors
+        if (sent.defined()) send_bytes(sent.data_ptr(), sent.nbytes(), operation.to);
+        if (received.defined()) receive_bytes(received.data_ptr(), received.nbytes(), operation.from);
+        return ncclSuccess;
+    }
+  }
+  ncclResult_t all_gather(const at::Tensor& whole, Counts bounds) {
+    const int64_t width = whole.element_size();
+    if (equal_ranges(bounds)) {
+      return ncclAllGather(at(whole, bounds[rank_]), at(whole, bounds[0]), count((bounds[1] - bounds[0]) * width),
+                           ncclUint8, comm_, stream_);
+    }
+    return each_range(bounds, [&](int64_t begin, int64_t elements, int64_t root) {
+      return broadcast_bytes(at(whole, begin), count(elements * width), root);
+    });
+  }
+  ncclResult_t reduce_scatter(const at::Tensor& whole, Counts bounds) {
+    const ncclDataType_t type = reduction_type(whole);
+    if (equal_ranges(bounds)) {
+      return ncclReduceScatter(at(whole, bounds[0]), at(whole, bounds[rank_]), count(bounds[1] - bounds[0]), type,
+                               ncclSum, comm_, stream_);
+    }
+    return each_range(bounds, [&](int64_t begin, int64_t elements, int64_t root) {
+      return ncclReduce(at(whole, begin), at(whole, begin), count(elements), type, ncclSum, static_cast<int>(root),
+                        comm_, stream_);
+    });
+  }
+  ncclResult_t all_to_all(const Operation& operation, const std::vector<int64_t>& first_sent,
+                          const std::vector<int64_t>& first_received) {
+    const int64_t width = row_bytes(operation.sent);
+    const auto* from = static_cast<const char*>(operation.sent.data_ptr());
+    auto* into = static_cast<char*>(operation.received.data_ptr());
+    for (int64_t peer = 0; peer < size(); ++peer) {  // the group reports the first of their errors
+      const int64_t sent = operation.sent_parts[peer] * width, received = operation.received_parts[peer] * width;
+      if (sent > 0) send_bytes(from + first_sent[peer] * width, count(sent), peer);
+      if (received > 0) receive_bytes(into + first_received[peer] * width, count(received), peer);
+    }
+    return ncclSuccess;
+  }
 
   ncclResult_t send_bytes(const void* data, size_t size, int64_t to) {
     return ncclSend(data, size, ncclUint8, static_cast<int>(to), comm_, stream_);
@@ -187,34 +192,12 @@ class NcclCommunicator : public Communicator {
   }
   template <typename Body>
   ncclResult_t each_range(std::span<const int64_t> bounds, const Body& body) {
-    for (int64_t r = 0; r < size_; ++r) {
+    for (int64_t r = 0; r < size(); ++r) {
       if (bounds[r + 1] == bounds[r]) continue;
       if (const ncclResult_t result = body(bounds[r], bounds[r + 1] - bounds[r], r); result != ncclSuccess)
         return result;
     }
     return ncclSuccess;
-  }
-
-  // Starts body() after what the current stream holds; wait() lets the then current stream wait for its end.
-  template <typename Body>
-  PendingTransfer launch(const char* operation, std::vector<at::Tensor> tensors, const Body& body) {
-    const c10::cuda::CUDAGuard guard(stream_.device());
-    at::cuda::CUDAEvent ready;
-    ready.record(at::cuda::getCurrentCUDAStream(stream_.device_index()));
-    ready.block(stream_);
-    check_nccl(ncclGroupStart(), "ncclGroupStart", name_, comm_);
-    const ncclResult_t result = body();
-    const ncclResult_t end = ncclGroupEnd();
-    check_nccl(result != ncclSuccess ? result : end, operation, name_, comm_);
-    auto done = std::make_shared<at::cuda::CUDAEvent>();
-    done->record(stream_);
-    {
-      const std::lock_guard lock(mutex_);
-      slot_->begin(operation, static_cast<int64_t>(tensors[0].nbytes()));
-      in_flight_.push_back(done);
-      retire();
-    }
-    return {[done] { done->block(at::cuda::getCurrentCUDAStream(done->device_index())); }, std::move(tensors)};
   }
 
   // With mutex_ held: what the GPU has finished is over.
@@ -233,8 +216,6 @@ class NcclCommunicator : public Communicator {
     check_nccl(state == ncclInProgress ? ncclSuccess : state, slot_->operation, name_, comm_);
   }
 
-  std::string name_;
-  int64_t rank_, size_;
   c10::cuda::CUDAStream stream_;
   ncclComm_t comm_ = nullptr;
   RunRecords* records_;

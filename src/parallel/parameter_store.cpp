@@ -69,12 +69,6 @@ std::vector<int64_t> shard_bounds(const FlatGroup& group, int64_t shards) {
 
 }  // namespace
 
-int64_t FlatGroup::spec_elements(size_t spec) const {
-  int64_t n = 1;
-  for (const int64_t size : specs[spec].shape) n *= size;
-  return n;
-}
-
 std::vector<FlatGroup::Piece> FlatGroup::pieces() const {
   std::vector<Piece> pieces;
   for (size_t i = 0; i < specs.size(); ++i) {
@@ -238,12 +232,11 @@ void ParameterStore::sum_replicas() {
 }
 
 std::span<FlatGroup> ParameterStore::groups_of(std::string_view name) {
-  const auto first = std::find_if(groups_.begin(), groups_.end(), [&](const FlatGroup& group) {
-    return group.name == name || group.name == std::string(name) + ".experts";
-  });
-  const bool two = first != groups_.end() && first + 1 != groups_.end() && first->name == name &&
-                   (first + 1)->name == std::string(name) + ".experts";
-  return {first, first == groups_.end() ? 0u : two ? 2u : 1u};
+  const auto named = [&](const FlatGroup& group) {
+    return group.name == name || group.name == fmt::format("{}.experts", name);
+  };
+  const auto first = std::ranges::find_if(groups_, named);
+  return {first, std::find_if_not(first, groups_.end(), named)};
 }
 
 std::vector<OwnedRange> ParameterStore::owned_ranges() {

@@ -43,7 +43,7 @@ struct FlatGroup {
   int64_t elements() const { return bounds.back(); }  // n, padding included
   int64_t begin() const { return bounds[shards.index]; }
   int64_t end() const { return bounds[shards.index + 1]; }
-  int64_t spec_elements(size_t spec) const;
+  int64_t spec_elements(size_t spec) const { return c10::multiply_integers(specs[spec].shape); }
   at::Tensor own(const at::Tensor& whole) const { return whole.narrow(0, begin(), end() - begin()); }
 
   // What the shard holds of each Hub tensor, in the buffer's order.

@@ -6,12 +6,10 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <condition_variable>
 #include <csignal>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
-#include <mutex>
 
 #include "ops/pch.h"
 #include "parallel/bootstrap.h"
@@ -75,42 +73,12 @@ struct RunRecords::RankFile {
   OperationSlot slot[kSlots];
 };
 
-struct RunRecords::State {
-  struct Unmap {
-    void operator()(RankFile* file) const { munmap(file, sizeof(RankFile)); }
-  };
-  std::string folder;  // RUN/ranks
-  Bootstrap& bootstrap;
-  double timeout;
-  bool json;
-  State(std::string folder, Bootstrap& bootstrap, double timeout, bool json)
-      : folder(std::move(folder)), bootstrap(bootstrap), timeout(timeout), json(json) {}
-  std::string host = host_identity();
-  std::optional<FileLock> lock;           // of rank 0
-  std::unique_ptr<RankFile, Unmap> mine;  // shared with the file
-  std::vector<MappedFile> files;          // of all ranks
-  std::mutex mutex;                       // guards the rest
-  std::condition_variable wake;
-  bool stop = false;
-  std::map<const OperationSlot*, std::function<void()>> probes;
-  mutable std::atomic<bool> failing = false;
-  std::thread thread;
+const RunRecords::RankFile& RunRecords::file(const MappedFile& mapped) const {
+  return *reinterpret_cast<const RankFile*>(mapped.bytes().data());
+}
 
-  std::string path(int64_t rank) const { return fmt::format("{}/rank-{:04}", folder, rank); }
-  const RankFile& file(size_t rank) const { return *reinterpret_cast<const RankFile*>(files[rank].bytes().data()); }
-  bool here(const RankFile& file) const { return file.host == host; }
-  void map_mine(const std::string& who);
-  std::string table() const;
-  std::string table_row(int64_t rank) const;
-  [[noreturn]] void fail(Error error, bool vanished = false) const;
-  [[noreturn]] void follow_first_error() const;
-  void watch();
-  void find_stuck(std::array<std::pair<int64_t, double>, kSlots>& seen, double seconds) const;
-  void find_dead() const;
-};
-
-void RunRecords::State::map_mine(const std::string& who) {
-  const std::string name = path(bootstrap.rank());
+void RunRecords::map_mine(const std::string& who) {
+  const std::string name = path(bootstrap_->rank());
   const int descriptor = ::open(name.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
   const bool sized = descriptor >= 0 && posix_fallocate(descriptor, 0, sizeof(RankFile)) == 0;
   void* memory =
@@ -120,73 +88,69 @@ void RunRecords::State::map_mine(const std::string& who) {
   MARROW_CHECK(memory != MAP_FAILED, ExitCode::kDeviceFault,
                Fix("set log.dir to a folder that every rank can write, with space left"), "cannot make {}: {}", name,
                std::strerror(error));
-  mine.reset(std::construct_at(static_cast<RankFile*>(memory)));
-  mine->pid = getpid();
-  copy_text(mine->host, host);
-  copy_text(mine->who, who);
+  mine_.reset(std::construct_at(static_cast<RankFile*>(memory)),
+              [](RankFile* file) { munmap(file, sizeof(RankFile)); });
+  mine_->pid = getpid();
+  copy_text(mine_->host, host_);
+  copy_text(mine_->who, who);
 }
 
-RunRecords::RunRecords(bool json) : json_(json) {}
-
 void RunRecords::open(const std::string& folder, Bootstrap& bootstrap, const std::string& who, double timeout_seconds) {
-  state_ = std::make_unique<State>(folder + "/ranks", bootstrap, timeout_seconds, json_);
-  State& state = *state_;
+  folder_ = folder + "/ranks";
+  host_ = host_identity();
+  bootstrap_ = &bootstrap;
+  timeout_ = timeout_seconds;
   run_together(bootstrap, [&] {
     if (bootstrap.rank() != 0) return;
     std::filesystem::create_directories(folder);
-    state.lock.emplace(folder + "/ranks-lock", Fix("wait for the other run, or give this one another log.dir"));
-    std::filesystem::remove_all(state.folder);  // of an earlier run
-    std::filesystem::create_directory(state.folder);
+    lock_.emplace(folder + "/ranks-lock", Fix("wait for the other run, or give this one another log.dir"));
+    std::filesystem::remove_all(folder_);  // of an earlier run
+    std::filesystem::create_directory(folder_);
   });
-  run_together(bootstrap, [&] { state.map_mine(who); });
+  run_together(bootstrap, [&] { map_mine(who); });
   run_together(bootstrap, [&] {
-    for (int64_t rank = 0; rank < bootstrap.size(); ++rank) {
-      state.files.emplace_back(state.path(rank), ExitCode::kDeviceFault);
-    }
+    for (int64_t rank = 0; rank < bootstrap.size(); ++rank) files_.emplace_back(path(rank), ExitCode::kDeviceFault);
   });
   bootstrap.record_in(add("bootstrap"));
-  state.thread = std::thread([&state] { state.watch(); });
+  thread_ = std::thread([this] { watch(); });
 }
 
 RunRecords::~RunRecords() {
-  if (state_ == nullptr || !state_->thread.joinable()) return;
-  state_->bootstrap.record_in(nullptr);
-  state_->mine->left = true;
+  if (!thread_.joinable()) return;
+  bootstrap_->record_in(nullptr);
+  mine_->left = true;
   {
-    const std::lock_guard guard(state_->mutex);
-    state_->stop = true;
+    const std::lock_guard guard(mutex_);
+    stop_ = true;
   }
-  state_->wake.notify_all();
-  state_->thread.join();
+  wake_.notify_all();
+  thread_.join();
 }
 
 OperationSlot* RunRecords::add(std::string_view group) {
-  const size_t index = state_->mine->slots;
+  const size_t index = mine_->slots;
   MARROW_CHECK(index < kSlots, ExitCode::kDeviceFault, Fix("raise kSlots"), "more than {} communicators", kSlots);
-  OperationSlot* slot = &state_->mine->slot[index];
+  OperationSlot* slot = &mine_->slot[index];
   copy_text(slot->group, group);
-  state_->mine->slots = index + 1;
+  mine_->slots = index + 1;
   return slot;
 }
 
 void RunRecords::set_probe(const OperationSlot* slot, std::function<void()> probe) {
-  const std::lock_guard guard(state_->mutex);
-  state_->probes[slot] = std::move(probe);
+  const std::lock_guard guard(mutex_);
+  probes_[slot] = std::move(probe);
 }
 
 void RunRecords::set_step(int64_t step) {
-  if (state_ != nullptr) state_->mine->step = step;
+  if (mine_ != nullptr) mine_->step = step;
 }
-
-std::string RunRecords::table() const { return state_->table(); }
 
 void RunRecords::fail(Error error) const {
-  if (state_ == nullptr || state_->mine == nullptr) throw error;
-  state_->fail(std::move(error));
+  if (mine_ == nullptr) throw error;
+  end(std::move(error), /*vanished=*/false);
 }
 
-std::string RunRecords::State::table_row(int64_t rank) const {
-  const RankFile& file = this->file(static_cast<size_t>(rank));
+std::string RunRecords::table_row(const RankFile& file) const {
   const OperationSlot* last = &file.slot[0];
   for (size_t i = 1; i < file.slots; ++i) {
     const OperationSlot& slot = file.slot[i];
@@ -197,7 +161,7 @@ std::string RunRecords::State::table_row(int64_t rank) const {
   }
   const bool done = last->finished >= last->started;
   std::string state = last->waited_for ? "waits" : done ? "done" : "in flight";
-  if (here(file)) {
+  if (file.host == host_) {
     const char process = process_state(file.pid);
     if (process == 'X') state += file.left ? ", ended" : ", process is dead";
     if (process == 'T' || process == 't') state += ", process is stopped";
@@ -208,28 +172,28 @@ std::string RunRecords::State::table_row(int64_t rank) const {
                      last->started == 0 ? 0.0 : 1e-9 * static_cast<double>(now_ns() - last->since_ns), state);
 }
 
-std::string RunRecords::State::table() const {
+std::string RunRecords::table() const {
   std::string text = fmt::format("  {:<40} {:>6}  {:<14} {:<14} {:>7} {:>14} {:>9}  {}\n", "rank", "step", "group",
                                  "operation", "number", "bytes", "s ago", "state");
-  for (size_t rank = 0; rank < files.size(); ++rank) text += table_row(static_cast<int64_t>(rank));
+  for (const MappedFile& mapped : files_) text += table_row(file(mapped));
   return text;
 }
 
 // `vanished`: line 1 says so. Written aside and linked, so that the first of several stands there whole.
-void RunRecords::State::fail(Error error, bool vanished) const {
-  if (failing.exchange(true)) {
+void RunRecords::end(Error error, bool vanished) const {
+  if (failing_.exchange(true)) {
     while (true) pause();  // another thread of this rank is at it
   }
-  error.add_who(mine->who);
-  const std::string text = json ? error.to_json() + "\n" : error.to_text();
+  error.add_who(mine_->who);
+  const std::string text = json_ ? error.to_json() + "\n" : error.to_text();
   const int code = static_cast<int>(error.report().code);
-  const std::string own = fmt::format("{}/error-{:04}", folder, bootstrap.rank());
+  const std::string own = fmt::format("{}/error-{:04}", folder_, bootstrap_->rank());
   bool written = false;
   if (std::FILE* file = std::fopen(own.c_str(), "w")) {
     fmt::print(file, "{}{}\n{}", code, vanished ? " vanished" : "", text);
     written = std::fclose(file) == 0;
   }
-  const bool first = !written || link(own.c_str(), first_error_path(folder).c_str()) == 0 || errno != EEXIST;
+  const bool first = !written || link(own.c_str(), first_error_path(folder_).c_str()) == 0 || errno != EEXIST;
   if (!first) follow_first_error();
   if (!written || std::getenv(kLaunchedVariable) == nullptr) {
     std::fflush(nullptr);
@@ -239,28 +203,28 @@ void RunRecords::State::fail(Error error, bool vanished) const {
   _exit(code);  // no destructors: they would wait for other ranks
 }
 
-void RunRecords::State::follow_first_error() const {
+void RunRecords::follow_first_error() const {
   std::fflush(nullptr);
-  const int code = read_first_error(std::filesystem::path(folder).parent_path().string()).code;
+  const int code = read_first_error(std::filesystem::path(folder_).parent_path().string()).code;
   _exit(code != 0 ? code : static_cast<int>(ExitCode::kDeviceFault));
 }
 
-void RunRecords::State::watch() {
-  std::array<std::pair<int64_t, double>, kSlots> seen{};
+void RunRecords::watch() {
+  std::vector<Watched> watched(kSlots);
   Clock::time_point last = Clock::now();
-  std::unique_lock guard(mutex);
-  while (!wake.wait_for(guard, kTick, [&] { return stop; })) {
+  std::unique_lock guard(mutex_);
+  while (!wake_.wait_for(guard, kTick, [&] { return stop_; })) {
     const Clock::time_point now = Clock::now();
     // This process too may have been stopped for a while: that is no time in which others were slow.
     const double seconds = std::min(std::chrono::duration<double>(now - last).count(), 1.0);
     last = now;
-    if (failing) return;
-    if (access(first_error_path(folder).c_str(), F_OK) == 0) {
-      if (!failing.exchange(true)) follow_first_error();
+    if (failing_) return;
+    if (access(first_error_path(folder_).c_str(), F_OK) == 0) {
+      if (!failing_.exchange(true)) follow_first_error();
       return;
     }
     try {
-      for (const auto& [slot, probe] : probes) {
+      for (const auto& [slot, probe] : probes_) {
         if (probe) probe();
       }
     } catch (Error& error) {
@@ -269,36 +233,36 @@ void RunRecords::State::watch() {
       fail(Error(ExitCode::kDeviceFault, error.what(), Fix("run marrow doctor"), __FILE__, __LINE__));
     }
     find_dead();
-    find_stuck(seen, seconds);
+    find_stuck(watched, seconds);
   }
 }
 
-void RunRecords::State::find_stuck(std::array<std::pair<int64_t, double>, kSlots>& seen, double seconds) const {
-  for (size_t i = 0; i < mine->slots; ++i) {
-    const OperationSlot& slot = mine->slot[i];
+void RunRecords::find_stuck(std::vector<Watched>& watched, double seconds) const {
+  for (size_t i = 0; i < mine_->slots; ++i) {
+    const OperationSlot& slot = mine_->slot[i];
     const int64_t finished = slot.finished;
-    const bool stuck = slot.waited_for && finished == seen[i].first;
-    seen[i] = {finished, stuck ? seen[i].second + seconds : 0.0};
-    if (seen[i].second < timeout) continue;
+    const bool stuck = slot.waited_for && finished == watched[i].finished;
+    watched[i] = {finished, stuck ? watched[i].seconds + seconds : 0.0};
+    if (watched[i].seconds < timeout_) continue;
     fail(Error(ExitCode::kDeviceFault,
                fmt::format("{} {} of group {} has not ended within log.watchdog_seconds = {}\n{}", slot.operation,
-                           slot.started.load(), slot.group, timeout, table()),
+                           slot.started.load(), slot.group, timeout_, table()),
                Fix("look at the ranks that are stopped, dead or behind in number: the others wait for them; raise "
                    "log.watchdog_seconds if they are only slow"),
                __FILE__, __LINE__));
   }
 }
 
-void RunRecords::State::find_dead() const {
-  for (const MappedFile& mapped : files) {
-    const auto& file = *reinterpret_cast<const RankFile*>(mapped.bytes().data());
-    if (file.left || !here(file) || process_state(file.pid) != 'X' || file.left) continue;
-    fail(Error(ExitCode::kDeviceFault,
-               fmt::format("{} (process {}) is dead, without an error of its own\n{}", file.who, file.pid, table()),
-               Fix("see dmesg: the kernel kills processes when memory runs out, and logs crashes; a crash is a "
-                   "defect of marrow"),
-               __FILE__, __LINE__),
-         /*vanished=*/true);
+void RunRecords::find_dead() const {
+  for (const MappedFile& mapped : files_) {
+    const RankFile& peer = file(mapped);
+    if (peer.left || peer.host != host_ || process_state(peer.pid) != 'X' || peer.left) continue;
+    end(Error(ExitCode::kDeviceFault,
+              fmt::format("{} (process {}) is dead, without an error of its own\n{}", peer.who, peer.pid, table()),
+              Fix("see dmesg: the kernel kills processes when memory runs out, and logs crashes; a crash is a "
+                  "defect of marrow"),
+              __FILE__, __LINE__),
+        /*vanished=*/true);
   }
 }
 

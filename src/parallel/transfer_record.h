@@ -1,12 +1,17 @@
 // What each rank is doing, where all ranks can read it: who is stuck, who is dead, who failed first.
 #pragma once
 #include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <thread>
+#include <vector>
 
 #include "base/error.h"
 #include "base/files.h"
@@ -36,7 +41,7 @@ struct OperationSlot {
 // - the process of another rank of this host is gone without a word: fails, naming it.
 class RunRecords {
  public:
-  explicit RunRecords(bool json);  // errors print as JSON
+  explicit RunRecords(bool json) : json_(json) {}  // errors print as JSON
   ~RunRecords();
   RunRecords(const RunRecords&) = delete;
   RunRecords& operator=(const RunRecords&) = delete;
@@ -59,9 +64,34 @@ class RunRecords {
 
  private:
   struct RankFile;  // as mapped
-  struct State;
+  struct Watched {  // of a slot: what was seen last, and for how long
+    int64_t finished = 0;
+    double seconds = 0;
+  };
+  std::string path(int64_t rank) const { return fmt::format("{}/rank-{:04}", folder_, rank); }
+  void map_mine(const std::string& who);
+  const RankFile& file(const MappedFile& mapped) const;
+  std::string table_row(const RankFile& file) const;
+  [[noreturn]] void end(Error error, bool vanished) const;
+  [[noreturn]] void follow_first_error() const;
+  void watch();
+  void find_stuck(std::vector<Watched>& watched, double seconds) const;
+  void find_dead() const;
+
   bool json_;
-  std::unique_ptr<State> state_;
+  double timeout_ = 0;
+  std::string folder_;  // RUN/ranks
+  std::string host_;    // of this process
+  Bootstrap* bootstrap_ = nullptr;
+  std::optional<FileLock> lock_;    // of rank 0
+  std::shared_ptr<RankFile> mine_;  // shared with the file; null until open()
+  std::vector<MappedFile> files_;   // of all ranks
+  std::mutex mutex_;                // guards the rest
+  std::condition_variable wake_;
+  bool stop_ = false;
+  std::map<const OperationSlot*, std::function<void()>> probes_;
+  mutable std::atomic<bool> failing_ = false;
+  std::thread thread_;
 };
 
 // Of RUN: "ranks/first-error". Its text without the first line, and the exit code; code 0: there is none.

@@ -37,7 +37,6 @@ TEST(Mesh, GroupsPartitionEveryMesh) {
             expect_partition(shape, &Mesh::expert_group, ep);
             expect_partition(shape, &Mesh::context_group, cp);
             expect_partition(shape, &Mesh::pipeline_group, pp);
-            expect_partition(shape, &Mesh::stage_group, dp * cp * ep);
             expect_partition(shape, &Mesh::dense_shard_group, dp / replicate * cp * ep);
             expect_partition(shape, &Mesh::expert_shard_group, dp / replicate * cp);
             expect_partition(shape, &Mesh::replica_group, replicate);

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
+#include <numeric>
 #include <thread>
 
 #include "base/error.h"
@@ -59,47 +60,38 @@ class ThreadMail {
 
 class ThreadCommunicator final : public Communicator {
  public:
-  ThreadCommunicator(std::shared_ptr<ThreadMail> mail, int64_t rank) : mail_(std::move(mail)), rank_(rank) {}
-  const std::string& name() const override { return name_; }
-  int64_t rank() const override { return rank_; }
-  int64_t size() const override { return mail_->size(); }
+  ThreadCommunicator(std::shared_ptr<ThreadMail> mail, int64_t rank)
+      : Communicator("threads", all_ranks(mail->size()), rank), mail_(std::move(mail)) {}
 
-  PendingTransfer all_reduce(const at::Tensor& values) override {
-    return everyone(std::vector<at::Tensor>(size(), values), {values},
-                    [values](const std::vector<at::Tensor>& all) { values.copy_(sum(all)); });
-  }
-  PendingTransfer broadcast(const at::Tensor& values, int64_t root) override {
-    return everyone(std::vector<at::Tensor>(size(), values), {values},
-                    [values, root](const std::vector<at::Tensor>& all) { values.copy_(all[root]); });
-  }
-  PendingTransfer all_gather(const at::Tensor& whole, std::span<const int64_t> bounds) override {
-    const std::vector<at::Tensor> ranges = split(whole, bounds);
-    return everyone(std::vector<at::Tensor>(size(), ranges[rank_]), {whole}, copier(ranges));
-  }
-  PendingTransfer reduce_scatter(const at::Tensor& whole, std::span<const int64_t> bounds) override {
-    const std::vector<at::Tensor> ranges = split(whole, bounds);
-    return everyone(ranges, {whole},
-                    [own = ranges[rank_]](const std::vector<at::Tensor>& all) { own.copy_(sum(all)); });
-  }
-  PendingTransfer all_to_all(const at::Tensor& send, std::span<const int64_t> send_rows, const at::Tensor& receive,
-                             std::span<const int64_t> receive_rows) override {
-    const auto parts = [](const at::Tensor& rows, std::span<const int64_t> counts) {
-      return rows.split_with_sizes(at::IntArrayRef(counts.data(), counts.size()));
-    };
-    return everyone(parts(send, send_rows), {receive}, copier(parts(receive, receive_rows)));
-  }
-  PendingTransfer send(const at::Tensor& values, int64_t to) override {
-    mail_->send(rank_, to, values);
-    return {[] {}, {values}};
-  }
-  PendingTransfer receive(const at::Tensor& values, int64_t from) override {
-    undefine(values);
-    return {[=, this, number = mail_->expect(from, rank_)] { values.copy_(take(from, number, values.sizes())); },
-            {values}};
-  }
-  PendingTransfer exchange(const at::Tensor& sent, int64_t to, const at::Tensor& received, int64_t from) override {
-    mail_->send(rank_, to, sent);
-    return receive(received, from);
+  PendingTransfer start(const Operation& operation) override {
+    const auto& [kind, sent, received, sent_parts, received_parts, to, from] = operation;
+    switch (kind) {
+      case Operation::kAllReduce:
+        return everyone(std::vector<at::Tensor>(size(), sent), {sent},
+                        [values = sent](const std::vector<at::Tensor>& all) { values.copy_(sum(all)); });
+      case Operation::kBroadcast:
+        return everyone(std::vector<at::Tensor>(size(), sent), {sent},
+                        [values = sent, root = from](const std::vector<at::Tensor>& all) { values.copy_(all[root]); });
+      case Operation::kAllGather: {
+        const std::vector<at::Tensor> ranges = split(sent, sent_parts);
+        return everyone(std::vector<at::Tensor>(size(), ranges[rank_]), {sent}, copier(ranges));
+      }
+      case Operation::kReduceScatter: {
+        const std::vector<at::Tensor> ranges = split(sent, sent_parts);
+        return everyone(ranges, {sent},
+                        [own = ranges[rank_]](const std::vector<at::Tensor>& all) { own.copy_(sum(all)); });
+      }
+      case Operation::kAllToAll:
+        return everyone(rows(sent, sent_parts), {received}, copier(rows(received, received_parts)));
+      default:
+        if (sent.defined()) mail_->send(rank_, to, sent);
+        if (!received.defined()) return {[] {}, {sent}};
+        undefine(received);
+        return {[this, values = received, source = from, number = mail_->expect(from, rank_)] {
+                  values.copy_(take(source, number, values.sizes()));
+                },
+                {received}};
+    }
   }
 
  private:
@@ -149,9 +141,16 @@ class ThreadCommunicator final : public Communicator {
     };
   }
 
+  static std::vector<at::Tensor> rows(const at::Tensor& values, std::span<const int64_t> counts) {
+    return values.split_with_sizes(at::IntArrayRef(counts.data(), counts.size()));
+  }
+  static std::vector<int64_t> all_ranks(int64_t size) {
+    std::vector<int64_t> ranks(static_cast<size_t>(size));
+    std::iota(ranks.begin(), ranks.end(), int64_t{0});
+    return ranks;
+  }
+
   std::shared_ptr<ThreadMail> mail_;
-  int64_t rank_;
-  std::string name_ = "threads";
 };
 
 // Runs body(communicator) on a thread for each rank. An error of one rank ends all and fails the test.
