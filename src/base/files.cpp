@@ -25,12 +25,18 @@ std::string folder_of(const std::string& path) {
   return parent.empty() ? "." : parent;
 }
 
-int open_for_reading(const std::string& path, ExitCode code) {
+FileHandle open_for_reading(const std::string& path, ExitCode code) {
   MARROW_CHECK(!fs::is_directory(path), code, Fix("give the path of a file"), "cannot read {}: it is a folder", path);
-  const int descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  MARROW_CHECK(descriptor >= 0, code, Fix("check that the path exists and can be read"), "cannot open {}: {}", path,
+  FileHandle file(std::fopen(path.c_str(), "re"));
+  MARROW_CHECK(file, code, Fix("check that the path exists and can be read"), "cannot open {}: {}", path,
                std::strerror(errno));
-  return descriptor;
+  return file;
+}
+
+int64_t size_of(const FileHandle& file) {
+  struct stat status {};
+  fstat(fileno(file.get()), &status);
+  return status.st_size;
 }
 
 // Writes a file that is on the disk once this returns.
@@ -41,37 +47,35 @@ void write_and_sync(const std::string& path, std::string_view text) {
   file.close();
 }
 
+// Flushes a folder's entries to disk, so that a rename in it survives a power cut.
+void fsync_folder(const std::string& folder) {
+  const FileHandle file(std::fopen(folder.c_str(), "re"));
+  MARROW_CHECK(file && fsync(fileno(file.get())) == 0, ExitCode::kDeviceFault,
+               Fix("check that the folder exists, and the disk"), "cannot flush folder {}: {}", folder,
+               std::strerror(errno));
+}
+
 }  // namespace
 
 std::string read_text_file(const std::string& path, ExitCode code) {
-  const int descriptor = open_for_reading(path, code);
+  const FileHandle file = open_for_reading(path, code);
   std::string text;
   char buffer[1 << 16];
-  ssize_t got = 0;
-  while ((got = read(descriptor, buffer, sizeof buffer)) > 0) {
-    text.append(buffer, static_cast<size_t>(got));
-  }
-  close(descriptor);
-  MARROW_CHECK(got == 0, code, Fix("check the disk"), "cannot read {}: {}", path, std::strerror(errno));
+  while (const size_t got = std::fread(buffer, 1, sizeof buffer, file.get())) text.append(buffer, got);
+  MARROW_CHECK(std::ferror(file.get()) == 0, code, Fix("check the disk"), "cannot read {}: {}", path,
+               std::strerror(errno));
   return text;
 }
 
 void write_text_file_atomically(const std::string& path, std::string_view text) {
-  const std::string temporary = path + ".tmp";
-  write_and_sync(temporary, text);
-  MARROW_CHECK(std::rename(temporary.c_str(), path.c_str()) == 0, ExitCode::kDeviceFault,
-               Fix("check the folder's permissions"), "cannot rename {} to {}: {}", temporary, path,
-               std::strerror(errno));
-  fsync_folder(folder_of(path));
+  write_and_sync(path + ".tmp", text);
+  rename_temporary(path);
 }
 
-void fsync_folder(const std::string& folder) {
-  const int descriptor = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  const bool flushed = descriptor >= 0 && fsync(descriptor) == 0;
-  const std::string fault = std::strerror(errno);
-  if (descriptor >= 0) close(descriptor);
-  MARROW_CHECK(flushed, ExitCode::kDeviceFault, Fix("check that the folder exists, and the disk"),
-               "cannot flush folder {}: {}", folder, fault);
+void rename_temporary(const std::string& path) {
+  MARROW_CHECK(std::rename((path + ".tmp").c_str(), path.c_str()) == 0, ExitCode::kDeviceFault,
+               Fix("check the folder's permissions"), "cannot rename {0}.tmp to {0}: {1}", path, std::strerror(errno));
+  fsync_folder(folder_of(path));
 }
 
 int64_t free_disk_bytes(const std::string& path) {
@@ -88,22 +92,26 @@ void check_output_is_new(const std::string& folder, std::string_view flag) {
                "{} exists already; nothing was written", folder);
 }
 
-MappedFile::MappedFile(const std::string& path, ExitCode code) : path_(path) {
-  const int descriptor = open_for_reading(path, code);
-  struct stat status {};
-  fstat(descriptor, &status);
-  const size_t size = static_cast<size_t>(status.st_size);
-  void* mapped = size == 0 ? nullptr : mmap(nullptr, size, PROT_READ, MAP_SHARED, descriptor, 0);
-  close(descriptor);
+MappedFile::MappedFile(const std::string& path, ExitCode code) : path_(path), file_(open_for_reading(path, code)) {
+  const auto size = static_cast<size_t>(size_of(file_));
+  void* const mapped = size == 0 ? nullptr : mmap(nullptr, size, PROT_READ, MAP_SHARED, fileno(file_.get()), 0);
   MARROW_CHECK(mapped != MAP_FAILED, code, Fix("check the free address space and the file system"),
                "cannot map {} ({} bytes): {}", path, size, std::strerror(errno));
-  bytes_ = {static_cast<const std::byte*>(mapped), size};
+  mapped_ = {static_cast<const std::byte*>(mapped), size};
   if (size > 0) mapping_.reset(mapped, [size](void* begin) { munmap(begin, size); });
+}
+
+std::span<const std::byte> MappedFile::bytes() const {
+  const int64_t now = size_of(file_);
+  MARROW_CHECK(now >= static_cast<int64_t>(mapped_.size()), ExitCode::kBadInput,
+               Fix("restore {} (copy or make it again) and start again; leave the files of a run as they are", path_),
+               "{} was cut from {} to {} bytes while it was in use", path_, mapped_.size(), now);
+  return mapped_;
 }
 
 OutputFile::OutputFile(const std::string& path, bool existing)
     : path_(path), file_(std::fopen(path.c_str(), existing ? "r+e" : "we")) {
-  MARROW_CHECK(file_ != nullptr, ExitCode::kDeviceFault, Fix("check that the folder exists and can be written"),
+  MARROW_CHECK(file_, ExitCode::kDeviceFault, Fix("check that the folder exists and can be written"),
                "cannot create {}: {}", path, std::strerror(errno));
 }
 
@@ -174,15 +182,12 @@ void StagedFolder::publish() {
   fs::remove_all(path_, ignored);
 }
 
-FileLock::FileLock(const std::string& path, const Fix& fix)
-    : descriptor_(open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644)) {
-  MARROW_CHECK(descriptor_ >= 0, ExitCode::kDeviceFault, Fix("check that the folder exists and can be written"),
+FileLock::FileLock(const std::string& path, const Fix& fix) : file_(std::fopen(path.c_str(), "ae")) {
+  MARROW_CHECK(file_, ExitCode::kDeviceFault, Fix("check that the folder exists and can be written"),
                "cannot create {}: {}", path, std::strerror(errno));
-  if (flock(descriptor_, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return;
-  ::close(descriptor_);
-  MARROW_THROW(ExitCode::kUsage, fix, "another run holds {}", path);
+  // Some file systems have no locks.
+  MARROW_CHECK(flock(fileno(file_.get()), LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK, ExitCode::kUsage, fix,
+               "another run holds {}", path);
 }
-
-FileLock::~FileLock() { ::close(descriptor_); }
 
 }  // namespace marrow

@@ -12,6 +12,11 @@
 
 namespace marrow {
 
+struct CloseFile {
+  void operator()(std::FILE* file) const { std::fclose(file); }
+};
+using FileHandle = std::unique_ptr<std::FILE, CloseFile>;
+
 // A small file that goes along with others, whole.
 struct SideFile {
   std::string name;  // "tokenizer.json"
@@ -21,11 +26,10 @@ struct SideFile {
 // The whole file as text. A missing file is an error with `code`.
 std::string read_text_file(const std::string& path, ExitCode code = ExitCode::kBadInput);
 
-// Writes `text` to PATH.tmp, fsyncs, renames over PATH and fsyncs the folder.
+// Writes `text` to PATH.tmp, flushes it and renames it.
 void write_text_file_atomically(const std::string& path, std::string_view text);
-
-// Flushes a folder's entries to disk, so that a rename in it survives a power cut.
-void fsync_folder(const std::string& folder);
+// PATH.tmp to PATH, in a way that survives a power cut.
+void rename_temporary(const std::string& path);
 
 // Bytes that an unprivileged process can still write where `path` is or will be.
 int64_t free_disk_bytes(const std::string& path);
@@ -37,12 +41,15 @@ void check_output_is_new(const std::string& folder, std::string_view flag);
 class MappedFile {
  public:
   explicit MappedFile(const std::string& path, ExitCode code = ExitCode::kBadInput);
-  std::span<const std::byte> bytes() const { return bytes_; }
+  // Error (kBadInput) where the file was truncated since: to read what it lost would end the process by a signal. So
+  // ask again before each stretch that is read.
+  std::span<const std::byte> bytes() const;
   const std::string& path() const { return path_; }
 
  private:
   std::string path_;
-  std::span<const std::byte> bytes_;
+  FileHandle file_;
+  std::span<const std::byte> mapped_;
   std::shared_ptr<void> mapping_;  // unmaps
 };
 
@@ -62,12 +69,9 @@ class OutputFile {
   void close();                               // reports what the destructor would have to swallow
 
  private:
-  struct Close {
-    void operator()(std::FILE* file) const { std::fclose(file); }
-  };
   void check(bool done, std::string_view what) const;
   std::string path_;
-  std::unique_ptr<std::FILE, Close> file_;
+  FileHandle file_;
   int64_t position_ = 0;
 };
 
@@ -99,12 +103,9 @@ class StagedFolder {
 class FileLock {
  public:
   FileLock(const std::string& path, const Fix& fix);
-  ~FileLock();
-  FileLock(const FileLock&) = delete;
-  FileLock& operator=(const FileLock&) = delete;
 
  private:
-  int descriptor_;
+  FileHandle file_;
 };
 
 }  // namespace marrow

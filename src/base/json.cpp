@@ -12,14 +12,7 @@
 namespace marrow {
 namespace {
 
-// Members in file order. Appends without looking for an earlier one of equal key, which would make reading a vocabulary
-// quadratic; Json::parse refuses such files.
-template <class Key, class Value, class Less, class Allocator>
-struct MemberList : nlohmann::ordered_map<Key, Value, Less, Allocator> {
-  using nlohmann::ordered_map<Key, Value, Less, Allocator>::ordered_map;
-  Value& operator[](const Key& key) { return this->emplace_back(key, Value()).second; }
-};
-using Node = nlohmann::basic_json<MemberList>;
+using Node = nlohmann::json;
 
 constexpr int kDeepest = 200;  // levels of nesting; no file of the Hub comes near
 

@@ -26,11 +26,11 @@ class Json {
   bool is_null() const;
 
   bool has(std::string_view key) const;  // false also where this is no object
-  Json at(std::string_view key) const;   // error if missing; searches from the start
+  Json at(std::string_view key) const;   // error if missing
   Json at(size_t index) const;
   size_t size() const;                 // of an object or array
   std::vector<Json> elements() const;  // of an array
-  // Key and value of each member of an object, in file order.
+  // Key and value of each member of an object, in the order of the keys.
   std::vector<std::pair<std::string, Json>> items() const;
 
   int64_t as_int() const;

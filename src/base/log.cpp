@@ -6,28 +6,25 @@
 #include <cerrno>
 #include <cstring>
 
-#include "base/error.h"
-
 namespace marrow {
 
 Logger::~Logger() {
   if (progress_shown_) std::fputc('\n', stderr);
-  if (file_ != nullptr) std::fclose(file_);
 }
 
 void Logger::open_file(const std::string& path) {
-  file_ = std::fopen(path.c_str(), "a");
-  MARROW_CHECK(file_ != nullptr, ExitCode::kDeviceFault, Fix("check that the folder [log] dir can be written"),
+  file_.reset(std::fopen(path.c_str(), "a"));
+  MARROW_CHECK(file_, ExitCode::kDeviceFault, Fix("check that the folder [log] dir can be written"),
                "cannot open {}: {}", path, std::strerror(errno));
 }
 
 void Logger::write(std::string_view line) {
   if (!quiet_) fmt::print(stderr, "{}{}\n", std::exchange(progress_shown_, false) ? "\n" : "", line);
-  if (file_ == nullptr) return;
+  if (!file_) return;
   const std::time_t now = std::time(nullptr);
   std::tm local{};
-  fmt::print(file_, "{:%Y-%m-%d %H:%M:%S} {}\n", *localtime_r(&now, &local), line);
-  std::fflush(file_);
+  fmt::print(file_.get(), "{:%Y-%m-%d %H:%M:%S} {}\n", *localtime_r(&now, &local), line);
+  std::fflush(file_.get());
 }
 
 void Logger::warn(std::string_view line) {

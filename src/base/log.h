@@ -1,9 +1,10 @@
 // Lines for people: on the console, and in a run's log file.
 #pragma once
-#include <cstdio>
 #include <string>
 #include <string_view>
 #include <vector>
+
+#include "base/files.h"
 
 namespace marrow {
 
@@ -11,23 +12,18 @@ namespace marrow {
 // with time stamps.
 class Logger {
  public:
-  Logger() = default;
   ~Logger();
-  Logger(const Logger&) = delete;
-  Logger& operator=(const Logger&) = delete;
-
   void open_file(const std::string& path);        // appends
   void set_quiet(bool quiet) { quiet_ = quiet; }  // file only; warnings are kept
   void info(std::string_view line) { write(line); }
   void warn(std::string_view line);                                       // "warning: …"
   const std::vector<std::string>& warnings() const { return warnings_; }  // while quiet
-  // A line that replaces the previous progress line on a terminal. Where standard error is no terminal it is printed as
-  // a line of its own. Not written to the file.
+  // A line that replaces the previous progress line on a terminal, else one of its own. Not written to the file.
   void progress(std::string_view line);
 
  private:
   void write(std::string_view line);
-  std::FILE* file_ = nullptr;
+  FileHandle file_;
   bool quiet_ = false;
   bool progress_shown_ = false;
   std::vector<std::string> warnings_;

@@ -3,22 +3,20 @@
 #include <algorithm>
 
 namespace marrow {
+namespace {
 
-BatchLoader::BatchLoader(Options options) : options_(std::move(options)) {
-  MARROW_CHECK(!options_.sources.empty(), ExitCode::kUsage, Fix("list at least one corpus prefix in data.train"),
-               "no corpus is given");
+std::vector<double> weights_of(const std::vector<CorpusWeight>& sources) {
   std::vector<double> weights;
-  for (const CorpusWeight& source : options_.sources) {
-    corpora_.emplace_back(source.path);
-    weights.push_back(source.weight);
-  }
-  blend_ = Blend(weights);
-  check_sources();
+  for (const CorpusWeight& source : sources) weights.push_back(source.weight);
+  return weights;
 }
 
-void BatchLoader::check_sources() const {
+}  // namespace
+
+BatchLoader::BatchLoader(Options options) : options_(std::move(options)), blend_(weights_of(options_.sources)) {
   MARROW_CHECK(options_.seq_len >= 1, ExitCode::kUsage, Fix("set data.seq_len to 1 or more"),
                "seq_len is {}, expected at least 1", options_.seq_len);
+  for (const CorpusWeight& source : options_.sources) corpora_.emplace_back(source.path);
   const IndexedCorpus* known = nullptr;  // the first whose tokenizer is known
   for (const IndexedCorpus& corpus : corpora_) {
     MARROW_CHECK(corpus.tokens() > options_.seq_len, ExitCode::kBadInput,
@@ -100,10 +98,9 @@ std::string BatchLoader::fingerprint() const {
 }
 
 std::string BatchLoader::tokenizer_hash() const {
-  for (const IndexedCorpus& corpus : corpora_) {
-    if (corpus.info()) return corpus.info()->tokenizer_hash;
-  }
-  return "";
+  const auto known =
+      std::ranges::find_if(corpora_, [](const IndexedCorpus& corpus) { return corpus.info().has_value(); });
+  return known == corpora_.end() ? "" : known->info()->tokenizer_hash;
 }
 
 std::vector<std::string> BatchLoader::warnings() const {

@@ -54,12 +54,11 @@ class BatchLoader {
   std::vector<std::string> warnings() const;
 
  private:
-  void check_sources() const;
   void fill(const IndexedCorpus& corpus, int64_t sample, int64_t sequence, SequenceBatch& batch) const;
 
   Options options_;
+  Blend blend_;
   std::vector<IndexedCorpus> corpora_;  // [sources]
-  Blend blend_{{}};
 };
 
 }  // namespace marrow

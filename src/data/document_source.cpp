@@ -8,6 +8,7 @@
 #include <cstring>
 #include <filesystem>
 
+#include "base/json.h"
 #include "data/unicode_text.h"
 
 namespace marrow {
@@ -40,24 +41,48 @@ void list_folder(const std::string& folder, std::vector<std::string>& files) {
   std::sort(files.begin() + static_cast<ptrdiff_t>(before), files.end());
 }
 
+// RFC 8259's grammar. Bytes above 0x7f, checked before, only appear in strings.
+const std::string kGrammar = R"re((?(DEFINE)
+  (?<space>  [ \t\r\n]*+ )
+  (?<string> " (?: [^"\\\x00-\x1f]++ | \\ (?: ["\\/bfnrt] | u [0-9A-Fa-f]{4} ) )*+ " )
+  (?<number> -? (?: 0 | [1-9][0-9]*+ ) (?: \. [0-9]++ )? (?: [eE] [+-]? [0-9]++ )? )
+  (?<array>  \[ (?&space) (?: \] | (?&value) (?&space) (?: , (?&space) (?&value) (?&space) )*+ \] ) )
+  (?<member> (?&space) (?&string) (?&space) : (?&space) (?&value) (?&space) )
+  (?<object> \{ (?&space) (?: \} | (?&member) (?: , (?&member) )*+ \} ) )
+  (?<value>  (?: (?&string) | (?&object) | (?&array) | (?&number) | true | false | null ) )
+))re";
+
+// A string as it stands in JSON, quotes included; nothing at half a surrogate pair.
+std::optional<std::string> decode(std::string_view literal) {
+  const std::string_view inner = literal.substr(1, literal.size() - 2);
+  if (inner.find('\\') == std::string_view::npos) return std::string(inner);
+  try {
+    return Json::parse(literal, "a string").as_string();
+  } catch (const Error&) {
+    return std::nullopt;
+  }
+}
+
+// Of a line that the grammar refuses.
+std::string what_is_wrong(std::string_view line) {
+  try {
+    Json::parse(line, "the line");
+  } catch (const Error& error) {
+    const std::string_view what = error.what();  // "… at line 1, column 5: syntax error …"
+    return std::string(what.substr(std::min(what.find("column "), what.size()), 200));
+  }
+  return "the line is no JSON value";  // the library takes a little more than the standard
+}
+
 std::string bad_byte(std::string_view text, size_t at) {
   return fmt::format("byte {:#04x} at offset {}", static_cast<unsigned char>(text[at]), at);
 }
 
 Document text_document(std::string_view text) {
-  const size_t valid = valid_utf8_length(text);
-  if (valid == text.size() && !text.empty()) return {text, {}};
   if (text.empty()) return {{}, BadInput{input_fault::kEmptyDocument, 1, "the file is empty"}};
-  const int64_t line = 1 + count_lines(text.substr(0, valid));
-  return {{}, BadInput{input_fault::kInvalidUtf8, line, bad_byte(text, valid)}};
-}
-
-JsonField read_line(std::string_view line, const std::string& name, RegexScratch& scratch) {
-  const size_t valid = valid_utf8_length(line);
-  if (valid < line.size()) return {input_fault::kInvalidUtf8, bad_byte(line, valid)};
-  JsonField field = find_json_string(line, name, scratch);
-  if (!field.fault.empty() || !field.text.empty()) return field;
-  return {input_fault::kEmptyDocument, fmt::format("field \"{}\" is empty", name)};
+  const size_t valid = valid_utf8_length(text);
+  if (valid == text.size()) return {text, {}};
+  return {{}, BadInput{input_fault::kInvalidUtf8, 1 + count_lines(text.substr(0, valid)), bad_byte(text, valid)}};
 }
 
 }  // namespace
@@ -65,24 +90,18 @@ JsonField read_line(std::string_view line, const std::string& name, RegexScratch
 // The bytes of one file, decompressed. Whatever goes wrong ends the stream and is told by damage().
 class ByteReader {
  public:
-  explicit ByteReader(const std::string& path) : file_(gzopen(path.c_str(), "rb")) {
-    if (file_ == nullptr) {
+  explicit ByteReader(const std::string& path) : file_(gzopen(path.c_str(), "rb"), gzclose) {
+    if (!file_) {
       damage_ = fmt::format("cannot open it: {}", std::strerror(errno));
       return;
     }
-    gzbuffer(file_, 256 << 10);
-    if (path.ends_with(".gz") && gzdirect(file_) != 0) damage_ = "it is no gzip data";
+    gzbuffer(file_.get(), kReadBytes);
+    if (path.ends_with(".gz") && gzdirect(file_.get()) != 0) damage_ = "it is no gzip data";
     if (path.ends_with(".zst")) {
-      zstd_ = ZSTD_createDStream();
-      ZSTD_DCtx_setParameter(zstd_, ZSTD_d_windowLogMax, 31);  // files made with --long=31
+      zstd_.reset(ZSTD_createDStream());
+      ZSTD_DCtx_setParameter(zstd_.get(), ZSTD_d_windowLogMax, 31);  // files made with --long=31
     }
   }
-  ~ByteReader() {
-    ZSTD_freeDStream(zstd_);
-    if (file_ != nullptr) gzclose(file_);
-  }
-  ByteReader(const ByteReader&) = delete;
-  ByteReader& operator=(const ByteReader&) = delete;
 
   // Appends up to `bytes` bytes to `text`; false at the file's end or where it is damaged.
   bool append(std::string& text, int64_t bytes) {
@@ -91,22 +110,22 @@ class ByteReader {
     size_t at = before;
     while (at < text.size() && !ended_ && damage_.empty()) {
       char* const out = text.data() + at;
-      at += zstd_ != nullptr ? decompress(out, text.size() - at) : read_file(out, text.size() - at);
+      at += zstd_ ? decompress(out, text.size() - at) : read_file(out, text.size() - at);
     }
     text.resize(at);
     return at > before;
   }
   const std::string& damage() const { return damage_; }
-  int64_t disk_bytes_read() const { return file_ == nullptr ? 0 : gzoffset(file_); }
+  int64_t disk_bytes_read() const { return file_ ? gzoffset(file_.get()) : 0; }
 
  private:
   // zlib decompresses gzip data and hands all other files through as they are.
   size_t read_file(char* out, size_t size) {
-    const int got = gzread(file_, out, static_cast<unsigned>(size));
+    const int got = gzread(file_.get(), out, static_cast<unsigned>(size));
     if (got > 0) return static_cast<size_t>(got);
     ended_ = true;
     int error = Z_OK;
-    const char* const message = gzerror(file_, &error);
+    const char* const message = gzerror(file_.get(), &error);
     if (error != Z_OK && error != Z_STREAM_END) damage_ = message;
     return 0;
   }
@@ -121,18 +140,17 @@ class ByteReader {
       }
     }
     ZSTD_outBuffer output{out, size, 0};
-    const size_t status = ZSTD_decompressStream(zstd_, &output, &input_);
-    if (ZSTD_isError(status)) {
-      damage_ = fmt::format("corrupt zstd data: {}", ZSTD_getErrorName(status));
-    }
+    const size_t status = ZSTD_decompressStream(zstd_.get(), &output, &input_);
+    if (ZSTD_isError(status)) damage_ = fmt::format("corrupt zstd data: {}", ZSTD_getErrorName(status));
     between_frames_ = status == 0;
     output_pending_ = status != 0 && output.pos == output.size;
     return output.pos;
   }
 
-  gzFile file_;
-  ZSTD_DStream* zstd_ = nullptr;
-  std::string compressed_ = std::string(size_t{256} << 10, '\0');
+  static constexpr uint32_t kReadBytes = 256 << 10;
+  std::unique_ptr<gzFile_s, int (*)(gzFile)> file_;
+  std::unique_ptr<ZSTD_DStream, size_t (*)(ZSTD_DStream*)> zstd_{nullptr, ZSTD_freeDStream};
+  std::string compressed_ = std::string(kReadBytes, '\0');
   ZSTD_inBuffer input_{};
   bool between_frames_ = false, output_pending_ = false, ended_ = false;
   std::string damage_;
@@ -163,12 +181,7 @@ int64_t DocumentSource::disk_bytes_read() const {
 bool DocumentSource::next(InputBlock& block) {
   while (file_ < files_.size()) {
     if (!reader_) reader_ = std::make_unique<ByteReader>(files_[file_]);
-    block = InputBlock{.path = files_[file_],
-                       .text = std::move(rest_),
-                       .json_lines = is_json_lines(files_[file_]),
-                       .first_line = line_,
-                       .fault = {}};
-    rest_.clear();
+    block = {files_[file_], std::exchange(rest_, {}), is_json_lines(files_[file_]), line_, {}};
     fill(block);
     if (!block.json_lines || !block.text.empty() || block.fault) return true;
   }
@@ -212,6 +225,35 @@ void DocumentSource::fill(InputBlock& block) {
   line_ = 1;
 }
 
+JsonField find_json_string(std::string_view line, std::string_view field, RegexScratch& scratch) {
+  static const Regex whole("(?x) \\A (?&space) (?&value) (?&space) \\z" + kGrammar, Regex::Unit::kBytes);
+  static const Regex member(
+      "(?x) \\G [{,] (?&space) (?<key> (?&string) ) (?&space) : (?&space) (?<text> (?&value) ) (?&space)" + kGrammar,
+      Regex::Unit::kBytes);
+  if (const size_t valid = valid_utf8_length(line); valid < line.size()) {
+    return {input_fault::kInvalidUtf8, bad_byte(line, valid)};
+  }
+  try {
+    if (!whole.find(line, 0, scratch)) return {input_fault::kNotJson, what_is_wrong(line)};
+  } catch (const Error&) {
+    return {input_fault::kNotJson, "it is nested too deeply"};
+  }
+  std::optional<std::string_view> literal;
+  for (size_t at = line.find_first_not_of(" \t\r\n"); member.find(line, at, scratch); at = scratch.end()) {
+    const auto group = [&](size_t index) {
+      return line.substr(scratch.begin(index), scratch.end(index) - scratch.begin(index));
+    };
+    if (decode(group(1)) != field) continue;
+    if (literal) return {input_fault::kNotJson, fmt::format("field \"{}\" appears twice", field)};
+    literal = group(2);
+  }
+  if (!literal) return {input_fault::kMissingField, fmt::format("no field \"{}\"", field)};
+  if (literal->front() != '"') return {input_fault::kMissingField, fmt::format("field \"{}\" is no string", field)};
+  auto text = decode(*literal);
+  if (!text) return {input_fault::kInvalidUtf8, fmt::format("half a surrogate pair in \"{}\"", field)};
+  return {{}, std::move(*text)};
+}
+
 void read_documents(const InputBlock& block, const std::string& field,
                     const std::function<void(const Document&)>& visit) {
   std::string_view rest = block.text;
@@ -223,7 +265,11 @@ void read_documents(const InputBlock& block, const std::string& field,
       const std::string_view line = rest.substr(0, rest.find('\n'));
       rest.remove_prefix(std::min(line.size() + 1, rest.size()));
       if (line.find_first_not_of(" \t\r") == std::string_view::npos) continue;
-      const auto [fault, text] = read_line(line, field, scratch);
+      auto [fault, text] = find_json_string(line, field, scratch);
+      if (fault.empty() && text.empty()) {
+        fault = input_fault::kEmptyDocument;
+        text = fmt::format("field \"{}\" is empty", field);
+      }
       fault.empty() ? visit({text, {}}) : visit({{}, BadInput{fault, number, text}});
     }
   }

@@ -1,9 +1,8 @@
 // Text inputs as a stream of documents: files, folders, JSON lines, gzip and zstd.
 //
-// What is read: *.jsonl (one document a line, its text in a field) and any other file as text (one document a file),
-// either of them also as *.gz or *.zst. A folder stands for the files below it, in byte order of their paths; names
-// that begin with a dot and what is no plain file are passed over. Text is never changed: CR LF, NUL and a byte order
-// mark stay in the document (a mark before the first JSON line is no part of it, and neither are blank lines).
+// What is read: *.jsonl (a document a line, its text in a field) and any other file as text (one document), either of
+// them also as *.gz or *.zst. A folder stands for the files below it, in byte order of their paths, without hidden
+// ones. Text is never changed; a byte order mark before the first JSON line and blank lines are no part of it.
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -20,12 +19,12 @@ namespace marrow {
 
 // Why an input gives no document. Each is skipped and counted, or ends the run (`--on-error`).
 namespace input_fault {
-constexpr std::string_view kInvalidUtf8 = "invalid UTF-8";     // or half a surrogate pair escaped in JSON
-constexpr std::string_view kEmptyDocument = "empty document";  // no text at all
-constexpr std::string_view kNotJson = "not JSON";              // a line that is not JSON
-constexpr std::string_view kMissingField = "missing field";    // a line without the field, or where it is no string
-constexpr std::string_view kTooLong = "too long";              // a document or line over Limits::document_bytes
-constexpr std::string_view kDamagedFile = "damaged file";      // truncated or corrupt: what precedes still counts
+constexpr std::string_view kInvalidUtf8 = "invalid UTF-8";  // or half a surrogate pair escaped in JSON
+constexpr std::string_view kEmptyDocument = "empty document";
+constexpr std::string_view kNotJson = "not JSON";
+constexpr std::string_view kMissingField = "missing field";  // or it is no string
+constexpr std::string_view kTooLong = "too long";            // over Limits::document_bytes
+constexpr std::string_view kDamagedFile = "damaged file";    // truncated or corrupt: what precedes still counts
 }  // namespace input_fault
 
 struct BadInput {
@@ -89,10 +88,9 @@ struct JsonField {
   std::string text;        // the decoded string; with a fault, what is wrong
 };
 
-// Checks all of `line` (valid UTF-8) against RFC 8259 and returns its top-level string `field`.
-// One that is absent or no string is kMissingField, one that appears twice makes the line kNotJson. "\ud83d\ude00" is
-// one character; half of such a pair has no UTF-8 form and is kInvalidUtf8 (only in `field`: other strings are not
-// decoded).
+// Checks all of `line` against RFC 8259 and returns its top-level string `field`: kMissingField where it is absent or
+// no string, kNotJson where it appears twice. Half of an escaped surrogate pair in `field` is kInvalidUtf8 (other
+// strings are not decoded).
 JsonField find_json_string(std::string_view line, std::string_view field, RegexScratch& scratch);
 
 }  // namespace marrow

@@ -11,9 +11,21 @@
 #include "base/json.h"
 
 namespace marrow {
+namespace fs = std::filesystem;
 namespace {
 
 static_assert(std::endian::native == std::endian::little, "the corpus format is little-endian");
+
+constexpr std::string_view kIndexMagic{"MMIDIDX\0\0", 9};
+
+struct [[gnu::packed]] IndexHeader {
+  char magic[9] = {};  // kIndexMagic
+  uint64_t version = 1;
+  uint8_t dtype_code = 0;
+  uint64_t sequences = 0, document_indices = 0;
+};
+constexpr int64_t kIndexHeaderBytes = sizeof(IndexHeader);
+static_assert(kIndexHeaderBytes == 9 + 8 + 1 + 8 + 8);
 
 Fix rebuild() { return Fix("copy the corpus again, or rebuild it with marrow tokenize"); }
 
@@ -36,10 +48,107 @@ T load(std::span<const std::byte> bytes, int64_t offset) {
   return value;
 }
 
-}  // namespace
+// Byte offset of a sequence's tokens in PREFIX.bin; `index` is PREFIX.idx, with `sequences` of them.
+int64_t stored_offset(std::span<const std::byte> index, int64_t sequences, int64_t sequence) {
+  return load<int64_t>(index, kIndexHeaderBytes + sequences * 4 + sequence * 8);
+}
 
+// First sequence of a document.
+int64_t stored_document(std::span<const std::byte> index, int64_t sequences, int64_t document) {
+  return load<int64_t>(index, kIndexHeaderBytes + sequences * 12 + document * 8);
+}
+
+// Goes on from `sum`, which is 0 at first.
 uint32_t crc32(uint32_t sum, std::span<const std::byte> bytes) {
   return static_cast<uint32_t>(crc32_z(sum, reinterpret_cast<const Bytef*>(bytes.data()), bytes.size()));
+}
+
+}  // namespace
+
+uint8_t corpus_dtype_code(int64_t vocab_size) { return vocab_size <= 65536 ? 8 : 4; }
+
+CorpusWriter::CorpusWriter(std::string prefix, CorpusInfo info, bool overwrite)
+    : prefix_(std::move(prefix)), info_(std::move(info)), width_(corpus_dtype_code(info_.vocab_size) == 8 ? 2 : 4) {
+  const fs::path folder = fs::path(prefix_).parent_path();
+  MARROW_CHECK(!fs::path(prefix_).filename().empty(), ExitCode::kUsage,
+               Fix("give --output a file name prefix, such as data/corpus"), "output prefix \"{}\" names no file",
+               prefix_);
+  std::error_code error;
+  if (!folder.empty()) fs::create_directories(folder, error);
+  MARROW_CHECK(!error, ExitCode::kUsage, Fix("choose another --output"), "cannot create folder {}: {}", folder.string(),
+               error.message());
+  for (const char* suffix : {".idx", ".bin", ".json"}) {
+    MARROW_CHECK(overwrite || !fs::exists(prefix_ + suffix), ExitCode::kUsage,
+                 Fix("add --overwrite to replace it, or choose another --output"), "output {}{} exists already",
+                 prefix_, suffix);
+  }
+  lock_.emplace(prefix_ + ".bin.tmp", Fix("wait for the other run, or choose another --output"));
+  bin_.emplace(prefix_ + ".bin.tmp");
+  idx_.emplace(prefix_ + ".idx.tmp");
+  idx_->append(std::string(kIndexHeaderBytes, '\0'));  // finish() fills it in
+}
+
+CorpusWriter::~CorpusWriter() {
+  if (!lock_) return;  // finished, or never begun
+  std::remove((prefix_ + ".idx.tmp").c_str());
+  std::remove((prefix_ + ".bin.tmp").c_str());
+}
+
+void CorpusWriter::append(std::span<const int32_t> ids, std::span<const int32_t> lengths) {
+  const auto [lowest, highest] = ids.empty() ? std::ranges::min_max_result{0, 0} : std::ranges::minmax(ids);
+  MARROW_CHECK(lowest >= 0 && highest < info_.vocab_size, ExitCode::kDeviceFault,
+               Fix("report this tokenizer.json: its ids do not fit its vocabulary"),
+               "tokenizer {} gave ids in [{}, {}], its vocabulary has {}", info_.tokenizer, lowest, highest,
+               info_.vocab_size);
+  const std::vector<uint16_t> narrow(ids.begin(), width_ == 2 ? ids.end() : ids.begin());
+  const std::span<const std::byte> tokens = width_ == 2 ? std::as_bytes(std::span(narrow)) : std::as_bytes(ids);
+  checksum_ = crc32(checksum_, tokens);
+  bin_->append(tokens);
+  idx_->append(std::as_bytes(lengths));
+  documents_ += static_cast<int64_t>(lengths.size());
+  tokens_ += static_cast<int64_t>(ids.size());
+}
+
+// Offsets and document indices follow from the lengths, which are read back from the file.
+void CorpusWriter::write_index_tail() {
+  const MappedFile index(prefix_ + ".idx.tmp");
+  const std::span<const std::byte> bytes = index.bytes();
+  std::vector<int64_t> buffer;
+  const auto put = [&](int64_t value, bool last = false) {
+    buffer.push_back(value);
+    if (buffer.size() < size_t{1} << 19 && !last) return;
+    idx_->append(std::as_bytes(std::span(buffer)));
+    buffer.clear();
+  };
+  int64_t offset = 0;
+  for (int64_t i = 0; i < documents_; ++i) {
+    put(offset);
+    offset += load<int32_t>(bytes, kIndexHeaderBytes + i * 4) * width_;
+  }
+  for (int64_t i = 0; i <= documents_; ++i) put(i, i == documents_);
+  IndexHeader header{.dtype_code = corpus_dtype_code(info_.vocab_size),
+                     .sequences = static_cast<uint64_t>(documents_),
+                     .document_indices = static_cast<uint64_t>(documents_ + 1)};
+  kIndexMagic.copy(header.magic, kIndexMagic.size());
+  idx_->write_at(0, std::as_bytes(std::span(&header, 1)));
+}
+
+void CorpusWriter::finish() {
+  write_index_tail();
+  for (auto* output : {&*bin_, &*idx_}) {
+    output->sync();
+    output->close();
+  }
+  JsonWriter json;
+  json.field("tokenizer", info_.tokenizer, "tokenizer_hash", info_.tokenizer_hash, "vocab_size", info_.vocab_size);
+  json.raw("end_of_document", info_.end_of_document ? json_text(*info_.end_of_document) : "null");
+  json.field("documents", documents_, "tokens", tokens_, "bin_crc32", checksum_);
+  // Without an index the old files are no corpus any more, so a kill in between leaves no mixture.
+  std::remove((prefix_ + ".idx").c_str());
+  write_text_file_atomically(prefix_ + ".json", json.text() + "\n");
+  rename_temporary(prefix_ + ".bin");
+  rename_temporary(prefix_ + ".idx");
+  lock_.reset();
 }
 
 IndexedCorpus::IndexedCorpus(const std::string& prefix)
@@ -82,10 +191,11 @@ void IndexedCorpus::check_header() {
 
 void IndexedCorpus::check_sequences() {
   const auto bin_size = static_cast<int64_t>(bin_.bytes().size());
+  const std::span<const std::byte> index = idx_.bytes();
   int64_t offset = 0;
   for (int64_t i = 0; i < sequences_; ++i) {
-    const auto length = load<int32_t>(idx_.bytes(), kIndexHeaderBytes + i * 4);
-    const auto stored = load<int64_t>(idx_.bytes(), kIndexHeaderBytes + sequences_ * 4 + i * 8);
+    const auto length = load<int32_t>(index, kIndexHeaderBytes + i * 4);
+    const int64_t stored = stored_offset(index, sequences_, i);
     MARROW_CHECK(length >= 0, ExitCode::kBadInput, rebuild(), "{}: sequence {} has length {}", idx_.path(), i, length);
     MARROW_CHECK(stored == offset, ExitCode::kBadInput, rebuild(),
                  "{}: sequence {} begins at byte {}, those before it end at {}", idx_.path(), i, stored, offset);
@@ -100,9 +210,10 @@ void IndexedCorpus::check_sequences() {
 }
 
 void IndexedCorpus::check_documents() const {
+  const std::span<const std::byte> index = idx_.bytes();
   int64_t previous = 0;
   for (int64_t d = 0; d <= documents_; ++d) {
-    const int64_t first = document_index(d);
+    const int64_t first = stored_document(index, sequences_, d);
     const int64_t lowest = d == documents_ ? sequences_ : previous;
     const int64_t highest = d == 0 ? 0 : sequences_;
     MARROW_CHECK(first >= lowest && first <= highest, ExitCode::kBadInput, rebuild(),
@@ -113,7 +224,7 @@ void IndexedCorpus::check_documents() const {
 
 void IndexedCorpus::read_info() {
   const std::string path = prefix_ + ".json";
-  if (!std::filesystem::exists(path)) {
+  if (!fs::exists(path)) {
     warning_ = fmt::format("corpus {} has no {}: its tokenizer is unknown, only the range of its ids can be checked",
                            prefix_, path);
     return;
@@ -170,16 +281,11 @@ void IndexedCorpus::read(int64_t first, std::span<int32_t> out, int64_t vocab_si
   });
 }
 
-int64_t IndexedCorpus::sequence_begin(int64_t sequence) const {
-  if (sequence == sequences_) return tokens_;
-  return load<int64_t>(idx_.bytes(), kIndexHeaderBytes + sequences_ * 4 + sequence * 8) / width_;
+int64_t IndexedCorpus::document_begin(int64_t document) const {
+  const std::span<const std::byte> index = idx_.bytes();
+  const int64_t sequence = stored_document(index, sequences_, document);
+  return sequence == sequences_ ? tokens_ : stored_offset(index, sequences_, sequence) / width_;
 }
-
-int64_t IndexedCorpus::document_index(int64_t document) const {
-  return load<int64_t>(idx_.bytes(), kIndexHeaderBytes + sequences_ * 12 + document * 8);
-}
-
-int64_t IndexedCorpus::document_begin(int64_t document) const { return sequence_begin(document_index(document)); }
 
 int64_t IndexedCorpus::document_after(int64_t token) const {
   const auto documents = std::views::iota(int64_t{0}, documents_);

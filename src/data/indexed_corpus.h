@@ -6,28 +6,15 @@
 // document, then the sequence count. marrow writes one sequence per document. PREFIX.bin holds the tokens, without
 // gaps.
 #pragma once
-#include <array>
 #include <cstdint>
 #include <optional>
 #include <span>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "base/files.h"
 
 namespace marrow {
-
-constexpr std::string_view kIndexMagic{"MMIDIDX\0\0", 9};
-
-struct [[gnu::packed]] IndexHeader {
-  char magic[9] = {};  // kIndexMagic
-  uint64_t version = 1;
-  uint8_t dtype_code = 0;
-  uint64_t sequences = 0, document_indices = 0;
-};
-constexpr int64_t kIndexHeaderBytes = sizeof(IndexHeader);
-static_assert(kIndexHeaderBytes == 9 + 8 + 1 + 8 + 8);
 
 // What PREFIX.json says beyond the counts.
 struct CorpusInfo {
@@ -40,8 +27,6 @@ struct CorpusInfo {
 
 // Megatron's dtype code for ids below `vocab_size`: 8 (uint16) up to 65,536 ids, else 4 (int32).
 uint8_t corpus_dtype_code(int64_t vocab_size);
-
-uint32_t crc32(uint32_t sum, std::span<const std::byte> bytes);  // goes on from `sum`, 0 at first
 
 // Writes a corpus under temporary names (PREFIX.bin.tmp, PREFIX.idx.tmp) that become PREFIX.* in finish(); before that,
 // nothing under the final names changes. Memory does not grow with the corpus.
@@ -90,6 +75,7 @@ class IndexedCorpus {
   const std::optional<CorpusInfo>& info() const { return info_; }
   const std::string& warning() const { return warning_; }
 
+  // All that read give an Error (kBadInput) where a file was truncated since.
   // Copies tokens [first, first + out.size()). An id outside [0, vocab_size) is an Error (kBadInput) naming corpus,
   // position, id and vocab_size.
   void read(int64_t first, std::span<int32_t> out, int64_t vocab_size) const;
@@ -107,8 +93,6 @@ class IndexedCorpus {
   void check_sequences();
   void check_documents() const;
   void read_info();
-  int64_t document_index(int64_t document) const;  // its first sequence
-  int64_t sequence_begin(int64_t sequence) const;
 
   std::string prefix_;
   MappedFile idx_, bin_;

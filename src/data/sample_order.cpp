@@ -53,6 +53,8 @@ int64_t Permutation::operator()(int64_t index) const {
 }
 
 Blend::Blend(const std::vector<double>& weights) {
+  MARROW_CHECK(!weights.empty(), ExitCode::kUsage, Fix("list at least one corpus prefix in data.train"),
+               "no corpus is given");
   double sum = 0;
   for (const double weight : weights) {
     MARROW_CHECK(std::isfinite(weight) && weight > 0, ExitCode::kUsage,
@@ -68,22 +70,11 @@ Blend::Blend(const std::vector<double>& weights) {
                  "weight {} is a share of {} of all weights, below the smallest possible, 1/{}", weight, shares.back(),
                  kMaxPeriod);
   }
-  if (shares.size() < 2) {
-    counts_.assign(shares.size(), 1);
-    return;
-  }
-  find_period(shares);
-  schedule();
-}
-
-void Blend::find_period(const std::vector<double>& shares) {
-  const auto exact = [&](int64_t period) {
-    return std::all_of(shares.begin(), shares.end(), [&](double share) {
-      const double count = share * static_cast<double>(period);
-      return count > 0.5 && std::abs(count - std::round(count)) < 1e-9;
-    });
+  const auto is_whole = [&](double share) {
+    const double count = share * static_cast<double>(period_);
+    return count > 0.5 && std::abs(count - std::round(count)) < 1e-9;
   };
-  while (period_ < kMaxPeriod && !exact(period_)) ++period_;
+  while (period_ < kMaxPeriod && !std::ranges::all_of(shares, is_whole)) ++period_;
   std::vector<std::pair<double, size_t>> remainders;
   for (size_t k = 0; k < shares.size(); ++k) {
     const double count = shares[k] * static_cast<double>(period_) + 1e-9;
@@ -91,15 +82,13 @@ void Blend::find_period(const std::vector<double>& shares) {
     remainders.emplace_back(-(count - std::floor(count)), k);
   }
   // Rounding down leaves fewer than one sample a source: they go to the largest remainders.
-  std::sort(remainders.begin(), remainders.end());
+  std::ranges::sort(remainders);
   int64_t left = period_ - std::accumulate(counts_.begin(), counts_.end(), int64_t{0});
   for (size_t i = 0; left > 0; ++i, --left) ++counts_[remainders[i].second];
-}
 
-// Sample j of a source with c samples in a period of D belongs into the slots from ⌊jD/c⌋ to before ⌈(j+1)D/c⌉: that is
-// what staying within 1 of its share means. The earliest deadline first meets all of them, for the fractional schedule
-// does and unit jobs on one processor need no more.
-void Blend::schedule() {
+  // Sample j of a source with c samples in a period of D belongs into the slots from ⌊jD/c⌋ to before ⌈(j+1)D/c⌉: that
+  // is what staying within 1 of its share means. The earliest deadline first meets all of them, for the fractional
+  // schedule does and unit jobs on one processor need no more.
   std::vector<int64_t> drawn(counts_.size());
   for (int64_t slot = 0; slot < period_; ++slot) {
     size_t chosen = 0;
@@ -110,16 +99,13 @@ void Blend::schedule() {
       const int64_t deadline = ((drawn[k] + 1) * period_ + count - 1) / count;
       if (deadline < earliest) chosen = k, earliest = deadline;
     }
-    sources_.push_back(static_cast<int32_t>(chosen));
-    ranks_.push_back(static_cast<int32_t>(drawn[chosen]++));
+    schedule_.push_back({static_cast<int64_t>(chosen), drawn[chosen]++});
   }
 }
 
 Blend::Choice Blend::at(int64_t index) const {
-  if (counts_.size() == 1) return {0, index};
-  const auto slot = static_cast<size_t>(index % period_);
-  const int64_t source = sources_[slot];
-  return {source, index / period_ * per_period(source) + ranks_[slot]};
+  const auto [source, earlier] = schedule_[static_cast<size_t>(index % period_)];
+  return {source, index / period_ * per_period(source) + earlier};
 }
 
 }  // namespace marrow

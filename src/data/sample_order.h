@@ -39,13 +39,9 @@ class Blend {
   int64_t per_period(int64_t source) const { return counts_[static_cast<size_t>(source)]; }
 
  private:
-  void find_period(const std::vector<double>& shares);
-  void schedule();
-
   int64_t period_ = 1;
   std::vector<int64_t> counts_;   // [sources]
-  std::vector<int32_t> sources_;  // [period]
-  std::vector<int32_t> ranks_;    // [period], samples of that source earlier in the period
+  std::vector<Choice> schedule_;  // [period]: samples of that source earlier in the period
 };
 
 }  // namespace marrow

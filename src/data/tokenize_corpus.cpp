@@ -6,7 +6,6 @@
 #include <chrono>
 #include <condition_variable>
 #include <exception>
-#include <map>
 #include <mutex>
 #include <thread>
 
@@ -46,19 +45,24 @@ class Pipeline {
                 options.overwrite) {}
 
   TokenizeResult run() {
-    const int64_t cores = std::max(1u, std::thread::hardware_concurrency());
-    const int64_t workers = options_.workers > 0 ? options_.workers : cores;
     {
+      const int64_t workers = options_.workers > 0 ? options_.workers : std::thread::hardware_concurrency();
       std::vector<std::jthread> threads;
       for (int64_t i = 1; i < workers; ++i) threads.emplace_back([this] { work(); });
       work();
     }
     if (failure_) std::rethrow_exception(failure_);
+    result_.documents = writer_.documents();
+    result_.tokens = writer_.tokens();
     MARROW_CHECK(result_.documents > 0, ExitCode::kBadInput, Fix("give --input text, or the right --field"),
                  "the input holds no document ({} were skipped)", result_.skipped);
     writer_.finish();
     result_.seconds = seconds();
-    report_skipped();
+    std::vector<std::string> kinds;
+    for (const auto& [kind, count] : result_.faults) kinds.push_back(fmt::format("{} {}", count, kind));
+    if (result_.skipped > 0) {
+      logger_.warn(fmt::format("skipped {} inputs: {}", result_.skipped, fmt::join(kinds, "; ")));
+    }
     return result_;
   }
 
@@ -112,25 +116,19 @@ class Pipeline {
   void hand_in(int64_t number, EncodedBlock encoded) {
     const std::lock_guard lock(mutex_);
     finished_.emplace(number, std::move(encoded));
-    for (auto next = finished_.find(blocks_written_); next != finished_.end() && !failure_;
-         next = finished_.find(++blocks_written_)) {
-      write(next->second);
-      bytes_in_flight_ -= next->second.block_bytes;
-      finished_.erase(next);
+    while (!failure_ && finished_.contains(blocks_written_)) {
+      const EncodedBlock block = std::move(finished_.extract(blocks_written_).mapped());
+      for (const BadInput& fault : block.faults) count_fault(block.path, fault);
+      writer_.append(block.ids, block.lengths);
+      bytes_in_flight_ -= block.block_bytes;
+      result_.bytes += block.bytes;
+      ++blocks_written_;  // not where this block ended the run
     }
     MARROW_CHECK(!options_.stop || !options_.stop(), ExitCode::kDeviceFault, Fix("run the command again"),
-                 "interrupted by a signal after {} documents; nothing was written under {}", result_.documents,
+                 "interrupted by a signal after {} documents; nothing was written under {}", writer_.documents(),
                  options_.output);
     room_.notify_all();
     show_progress();
-  }
-
-  void write(const EncodedBlock& block) {
-    for (const BadInput& fault : block.faults) count_fault(block.path, fault);
-    writer_.append(block.ids, block.lengths);
-    result_.documents = writer_.documents();
-    result_.tokens = writer_.tokens();
-    result_.bytes += block.bytes;
   }
 
   void count_fault(const std::string& path, const BadInput& fault) {
@@ -151,15 +149,8 @@ class Pipeline {
     const double share = std::min(1.0, static_cast<double>(disk_bytes_read_) / total);
     const double megabytes = static_cast<double>(result_.bytes) / 1e6;
     logger_.progress(fmt::format("tokenize {:5.1f}%  {} documents  {:.1f} MB  {:.1f} MB/s  {:.0f} s left", 100 * share,
-                                 result_.documents, megabytes, megabytes / now,
+                                 writer_.documents(), megabytes, megabytes / now,
                                  now * (1 - share) / std::max(share, 1e-3)));
-  }
-
-  void report_skipped() {
-    if (result_.skipped == 0) return;
-    std::vector<std::string> kinds;
-    for (const auto& [kind, count] : result_.faults) kinds.push_back(fmt::format("{} {}", count, kind));
-    logger_.warn(fmt::format("skipped {} inputs: {}", result_.skipped, fmt::join(kinds, "; ")));
   }
 
   double seconds() const { return std::chrono::duration<double>(Clock::now() - start_).count(); }

@@ -1,20 +1,24 @@
 #include "data/tokenizer.h"
 
+#include <fmt/ranges.h>
+#include <openssl/sha.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <set>
 
-#include "base/files.h"
-#include "data/bpe_merger.h"
-#include "data/sha256.h"
+#include "data/tokenizer_json.h"
 #include "data/unicode_text.h"
 
 namespace marrow {
 namespace fs = std::filesystem;
 namespace {
 
-constexpr const char* kReplacementCharacter = "\xef\xbf\xbd";
 constexpr int32_t kBytesEndOfDocument = 256;
 
 class ByteTokenizer final : public Tokenizer {
@@ -27,11 +31,8 @@ class ByteTokenizer final : public Tokenizer {
   std::string decode(std::span<const int32_t> ids) const override {
     std::string text;
     for (const int32_t id : ids) {
-      if (id >= 0 && id < kBytesEndOfDocument) {
-        text.push_back(static_cast<char>(id));
-      } else if (id != kBytesEndOfDocument) {
-        text += kReplacementCharacter;
-      }
+      if (id == kBytesEndOfDocument) continue;
+      text += id >= 0 && id < kBytesEndOfDocument ? std::string(1, static_cast<char>(id)) : kReplacementCharacter;
     }
     return text;
   }
@@ -78,6 +79,137 @@ class AddedTokens {
   std::array<bool, 256> starts_{};                         // does one start with this byte?
 };
 
+// A short word and its ids.
+struct alignas(64) CachedWord {
+  std::array<uint64_t, 3> key{};  // its bytes, zero-padded, and its length in the last byte
+  uint32_t count = 0;
+  std::array<int32_t, 9> ids{};
+};
+
+// A piece of a word that is being merged.
+struct Part {
+  int32_t id, merged;  // `merged` and `rank` are those of the pair that begins here
+  uint32_t rank, next, previous;
+};
+
+// What one encode call at a time needs; they are lent out, so that there are as many as there are threads, and each
+// thread's word cache stays warm.
+struct Scratch {
+  RegexScratch regex;
+  std::string classes;
+  std::vector<CachedWord> cache = std::vector<CachedWord>(size_t{1} << 16);  // 4 MiB, by hash
+  std::vector<Part> parts;
+  std::vector<uint64_t> heap;
+};
+
+// The merging of byte-level BPE: one word's bytes to ids.
+class BpeMerger {
+ public:
+  explicit BpeMerger(TokenizerSpec& spec)
+      : byte_ids_(spec.byte_ids),
+        whole_words_(std::move(spec.words)),
+        table_(std::bit_ceil(spec.merges.size() * 2 + 16)) {
+    // The last one of equal merges counts, as in the reference.
+    for (uint32_t rank = 0; rank < spec.merges.size(); ++rank) {
+      const auto [left, right, merged] = spec.merges[rank];
+      table_[slot_of(left, right)] = {left, right, merged, rank};
+    }
+  }
+
+  // Appends the ids of `word`, which is not empty.
+  void encode(std::string_view word, Scratch& scratch, std::vector<int32_t>& ids) const {
+    std::array<uint64_t, 3> key{};
+    if (word.size() >= sizeof key) return merge(word, scratch, ids);
+    std::memcpy(key.data(), word.data(), word.size());
+    key[2] |= uint64_t{word.size()} << 56;
+    uint64_t hash = (key[0] ^ key[1] * 0x9e3779b97f4a7c15U) * 0xd6e8feb86659fd93U;
+    hash = (hash ^ hash >> 32 ^ key[2]) * 0xa0761d6478bd642fU;
+    CachedWord& known = scratch.cache[(hash ^ hash >> 29) & (scratch.cache.size() - 1)];
+    if (known.key == key) {
+      ids.insert(ids.end(), known.ids.begin(), known.ids.begin() + known.count);
+      return;
+    }
+    const size_t before = ids.size();
+    merge(word, scratch, ids);
+    const size_t count = ids.size() - before;
+    if (count > known.ids.size()) return;
+    known.key = key;
+    known.count = static_cast<uint32_t>(count);
+    std::copy(ids.end() - static_cast<ptrdiff_t>(count), ids.end(), known.ids.begin());
+  }
+
+ private:
+  static constexpr uint32_t kNoRank = UINT32_MAX;
+  struct Entry {
+    int32_t left = 0, right = 0, merged = 0;
+    uint32_t rank = kNoRank;  // kNoRank: free
+  };
+
+  // Where the pair is in table_, or would be.
+  size_t slot_of(int32_t left, int32_t right) const {
+    const uint64_t pair = uint64_t{static_cast<uint32_t>(left)} << 32 | static_cast<uint32_t>(right);
+    size_t at = pair * 0x9e3779b97f4a7c15U >> 20;
+    for (;; ++at) {
+      const Entry& entry = table_[at &= table_.size() - 1];
+      if ((entry.left == left && entry.right == right) || entry.rank == kNoRank) return at;
+    }
+  }
+
+  // Repeats: merge the leftmost of the pairs of lowest rank. The heap holds rank << 32 | position; entries whose pair
+  // has changed are skipped. O(n log n).
+  void merge(std::string_view word, Scratch& scratch, std::vector<int32_t>& ids) const {
+    if (!whole_words_.empty()) {
+      const auto whole = whole_words_.find(std::string(word));
+      if (whole != whole_words_.end()) return ids.push_back(whole->second);
+    }
+    MARROW_CHECK(word.size() < INT32_MAX, ExitCode::kBadInput, Fix("split this document"),
+                 "one word of {} bytes; at most {} are supported", word.size(), INT32_MAX - 1);
+    const auto count = static_cast<uint32_t>(word.size());
+    auto& parts = scratch.parts;
+    auto& heap = scratch.heap;
+    parts.resize(count);
+    heap.clear();
+    for (uint32_t i = 0; i < count; ++i) {
+      parts[i] = {byte_ids_[static_cast<uint8_t>(word[i])], 0, kNoRank, i + 1, i - 1};
+    }
+    const auto rank = [&](uint32_t at) {
+      Part& part = parts[at];
+      part.rank = kNoRank;
+      if (part.next == count) return false;
+      const Entry& entry = table_[slot_of(part.id, parts[part.next].id)];
+      part.rank = entry.rank;
+      part.merged = entry.merged;
+      if (part.rank == kNoRank) return false;
+      heap.push_back(uint64_t{part.rank} << 32 | at);
+      return true;
+    };
+    const std::greater<> lowest_first;
+    for (uint32_t i = 0; i < count; ++i) rank(i);
+    std::make_heap(heap.begin(), heap.end(), lowest_first);
+    while (!heap.empty()) {
+      std::pop_heap(heap.begin(), heap.end(), lowest_first);
+      const auto at = static_cast<uint32_t>(heap.back());
+      Part& part = parts[at];
+      const bool current = part.rank == heap.back() >> 32;
+      heap.pop_back();
+      if (!current) continue;
+      Part& gone = parts[part.next];
+      gone.rank = kNoRank;
+      part.id = part.merged;
+      part.next = gone.next;
+      if (part.next < count) parts[part.next].previous = at;
+      for (const uint32_t changed : {at > 0 ? part.previous : at, at}) {
+        if (rank(changed)) std::push_heap(heap.begin(), heap.end(), lowest_first);
+      }
+    }
+    for (uint32_t i = 0; i < count; i = parts[i].next) ids.push_back(parts[i].id);
+  }
+
+  std::array<int32_t, 256> byte_ids_;
+  std::unordered_map<std::string, int32_t> whole_words_;
+  std::vector<Entry> table_;  // open addressing, a power of two
+};
+
 class BpeTokenizer final : public Tokenizer {
  public:
   BpeTokenizer(TokenizerSpec spec, const std::string& path, const std::string& hash, const TokenizerOptions& options)
@@ -113,7 +245,10 @@ class BpeTokenizer final : public Tokenizer {
       normalized_tokens_.split(nfc_ ? normal : part, special_tokens_, encode_normal, push);
     };
     raw_tokens_.split(text, special_tokens_, normalize, push);
-    give_back(std::move(scratch));
+    // One that grew with a huge document is let go, so that memory does not stay taken.
+    const size_t grown = scratch->classes.capacity() + scratch->heap.capacity() * 8;
+    const std::lock_guard lock(mutex_);
+    if (grown <= size_t{16} << 20) idle_.push_back(std::move(scratch));
   }
 
   std::string decode(std::span<const int32_t> ids) const override {
@@ -125,14 +260,6 @@ class BpeTokenizer final : public Tokenizer {
   }
 
  private:
-  // What one encode call at a time needs; they are lent out, so that there are as many as there
-  // are threads, and each thread's word cache stays warm.
-  struct Scratch {
-    RegexScratch regex;
-    BpeMerger::Scratch merge;
-    std::string classes;
-  };
-
   std::unique_ptr<Scratch> borrow() const {
     const std::lock_guard lock(mutex_);
     if (idle_.empty()) return std::make_unique<Scratch>();
@@ -141,18 +268,11 @@ class BpeTokenizer final : public Tokenizer {
     return scratch;
   }
 
-  // One that grew with a huge document is let go, so that memory does not stay taken.
-  void give_back(std::unique_ptr<Scratch> scratch) const {
-    const size_t grown = scratch->classes.capacity() + scratch->merge.heap.capacity() * 8;
-    const std::lock_guard lock(mutex_);
-    if (grown <= size_t{16} << 20) idle_.push_back(std::move(scratch));
-  }
-
   // Applies the split stages from `stage` on to `text`, and merges the words that come out. The expressions see
   // `classes` in its place, a text of equal length.
   void encode_piece(size_t stage, std::string_view text, std::string_view classes, Scratch& scratch,
                     std::vector<int32_t>& ids) const {
-    if (stage == stages_.size()) return merger_.encode(text, scratch.merge, ids);
+    if (stage == stages_.size()) return merger_.encode(text, scratch, ids);
     const auto& [regex, keep_matches, keep_rest] = stages_[stage];
     const auto keep = [&](size_t begin, size_t end) {
       encode_piece(stage + 1, text.substr(begin, end - begin), classes.substr(begin, end - begin), scratch, ids);
@@ -201,6 +321,12 @@ std::unique_ptr<Tokenizer> open_tokenizer(const std::string& name_or_path, const
 std::string tokenizer_hash(const std::string& folder) {
   const std::string path = folder + "/tokenizer.json";
   return fs::exists(path) ? hash_of_file(read_text_file(path)) : "";
+}
+
+std::string sha256_hex(std::string_view data) {
+  std::array<uint8_t, SHA256_DIGEST_LENGTH> digest;
+  SHA256(reinterpret_cast<const uint8_t*>(data.data()), data.size(), digest.data());
+  return fmt::format("{:02x}", fmt::join(digest, ""));
 }
 
 }  // namespace marrow

@@ -46,6 +46,7 @@ std::unique_ptr<Tokenizer> open_tokenizer(const std::string& name_or_path, const
 
 // The hash of the tokenizer.json in `folder`, whether or not it can be read in full; "" if there is none.
 std::string tokenizer_hash(const std::string& folder);
+std::string sha256_hex(std::string_view data);
 
 // tokenizer.json and tokenizer_config.json that give, in transformers, the ids of our `bytes` tokenizer: byte b is id
 // b, <|endoftext|> is 256.

@@ -13,7 +13,6 @@
 namespace marrow {
 namespace {
 
-constexpr const char* kReplacementCharacter = "\xef\xbf\xbd";
 const char* const kGpt2Pattern = R"('s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+)";
 // char::is_numeric of the reference, which knows 13 more code points than its regular expressions.
 const char* const kDigitPattern = R"([\p{N}\x{11de0}-\x{11de9}\x{16ff4}-\x{16ff6}])";
@@ -48,7 +47,7 @@ Fix unsupported() {
 // Every key of `object` must be one of `known`: an unknown one may change the tokens.
 void expect_keys(const Json& object, const std::vector<std::string_view>& known) {
   for (const auto& [key, value] : object.items()) {
-    if (std::find(known.begin(), known.end(), key) == known.end()) refuse(value);
+    if (std::ranges::find(known, key) == known.end()) refuse(value);
   }
 }
 
@@ -57,8 +56,7 @@ void expect_unused(const Json& object, const std::vector<std::string_view>& keys
   for (const std::string_view key : keys) {
     if (!object.has(key)) continue;
     const std::string value = object.at(key).dump();
-    const bool unused = value == "null" || value == "false" || value == "0.0" || value == "\"\"";
-    if (!unused) refuse(object.at(key));
+    if (value != "null" && value != "false" && value != "0.0" && value != "\"\"") refuse(object.at(key));
   }
 }
 
@@ -74,8 +72,16 @@ std::vector<Json> flatten(const Json& json, std::string_view list_key) {
   }
   return parts;
 }
-std::vector<Json> parts_at(const Json& object, std::string_view key, std::string_view list_key) {
-  return object.has(key) ? flatten(object.at(key), list_key) : std::vector<Json>();
+
+// Refuses the parts of `root`'s `key` whose type is not one of `known`; false where there is no part.
+bool expect_parts(const Json& root, std::string_view key, std::string_view list_key,
+                  const std::vector<std::string_view>& known) {
+  if (!root.has(key)) return false;
+  const std::vector<Json> parts = flatten(root.at(key), list_key);
+  for (const Json& part : parts) {
+    if (std::ranges::find(known, part.at("type").as_string()) == known.end()) refuse(part.at("type"));
+  }
+  return !parts.empty();
 }
 
 SplitStage read_split(const Json& json) {
@@ -145,10 +151,9 @@ std::optional<std::string> spelled_bytes(const std::string& entry) {
   return out;
 }
 
-void set_text(int32_t id, const std::string& text, TokenizerSpec& spec) {
-  const auto index = static_cast<size_t>(id);
-  if (index >= spec.texts.size()) spec.texts.resize(index + 1, kReplacementCharacter);
-  spec.texts[index] = text;
+void set_text(size_t id, const std::string& text, TokenizerSpec& spec) {
+  if (id >= spec.texts.size()) spec.texts.resize(id + 1, kReplacementCharacter);
+  spec.texts[id] = text;
 }
 
 void read_vocab(const Json& json, bool ignore_merges, TokenizerSpec& spec) {
@@ -167,11 +172,11 @@ void read_vocab(const Json& json, bool ignore_merges, TokenizerSpec& spec) {
     const auto id = static_cast<int32_t>(index);
     spec.vocab.emplace(entry, id);
     const auto bytes = spelled_bytes(entry);
-    set_text(id, bytes.value_or(entry), spec);
+    set_text(index, bytes.value_or(entry), spec);
     if (bytes && bytes->size() == 1) spec.byte_ids[static_cast<uint8_t>((*bytes)[0])] = id;
     if (bytes && ignore_merges) spec.words.emplace(*bytes, id);
   }
-  const auto missing = std::find(spec.byte_ids.begin(), spec.byte_ids.end(), -1);
+  const auto missing = std::ranges::find(spec.byte_ids, -1);
   if (missing != spec.byte_ids.end()) {
     json.fail(fmt::format("byte {:#04x} has no entry", missing - spec.byte_ids.begin()),
               Fix("use a byte-level tokenizer, whose vocab has one for each of the 256 bytes"));
@@ -179,10 +184,8 @@ void read_vocab(const Json& json, bool ignore_merges, TokenizerSpec& spec) {
 }
 
 // Merges are written ["left", "right"] or "left right".
-void read_merges(const Json& model, TokenizerSpec& spec) {
-  const auto merges = model.at("merges").elements();
-  spec.merges.reserve(merges.size());
-  for (const Json& merge : merges) {
+void read_merges(const Json& merges, TokenizerSpec& spec) {
+  for (const Json& merge : merges.elements()) {
     std::string left, right;
     if (merge.is_array() && merge.size() == 2) {
       left = merge.at(0).as_string();
@@ -206,16 +209,6 @@ void read_merges(const Json& model, TokenizerSpec& spec) {
   }
 }
 
-void read_model(const Json& model, TokenizerSpec& spec) {
-  expect_keys(model, {"type", "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk",
-                      "byte_fallback", "ignore_merges", "vocab", "merges"});
-  if (model.string_or("type", "BPE") != "BPE") refuse(model.at("type"));
-  // unk_token and fuse_unk mean nothing: every byte has an id.
-  expect_unused(model, {"dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"});
-  read_vocab(model.at("vocab"), model.bool_or("ignore_merges", false), spec);
-  read_merges(model, spec);
-}
-
 // The reference numbers added tokens itself: those outside of the vocab get the ids behind it, in the file's order,
 // whatever the file says. Where the two differ, the file is refused.
 void read_added_tokens(const Json& root, TokenizerSpec& spec) {
@@ -235,7 +228,7 @@ void read_added_tokens(const Json& root, TokenizerSpec& spec) {
                                      json_quote(token.content), json.at("id").as_int(), token.id),
                          Fix("number the added tokens so that they follow the vocabulary"));
     }
-    set_text(token.id, token.content, spec);
+    set_text(static_cast<size_t>(token.id), token.content, spec);
     spec.added_tokens.push_back(std::move(token));
   }
 }
@@ -262,20 +255,20 @@ TokenizerSpec read_tokenizer_json(std::string_view text, const std::string& path
   expect_unused(root, {"truncation", "padding"});
 
   TokenizerSpec spec;
-  for (const Json& part : parts_at(root, "normalizer", "normalizers")) {
-    if (part.at("type").as_string() != "NFC") refuse(part.at("type"));
-    spec.nfc = true;
-  }
+  spec.nfc = expect_parts(root, "normalizer", "normalizers", {"NFC"});
   read_pretokenizer(root.at("pre_tokenizer"), spec.stages);
   // ByteLevel changes offsets only. TemplateProcessing adds tokens around a text for inference; a corpus is encoded
   // without them, as add_special_tokens=False does.
-  for (const Json& part : parts_at(root, "post_processor", "processors")) {
-    const std::string type = part.at("type").as_string();
-    if (type != "ByteLevel" && type != "TemplateProcessing") refuse(part.at("type"));
-  }
-  const Json decoder = root.at("decoder");
-  if (decoder.string_or("type", "") != "ByteLevel") refuse(decoder);
-  read_model(root.at("model"), spec);
+  expect_parts(root, "post_processor", "processors", {"ByteLevel", "TemplateProcessing"});
+  if (root.at("decoder").string_or("type", "") != "ByteLevel") refuse(root.at("decoder"));
+  const Json model = root.at("model");
+  expect_keys(model, {"type", "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk",
+                      "byte_fallback", "ignore_merges", "vocab", "merges"});
+  if (model.string_or("type", "BPE") != "BPE") refuse(model.at("type"));
+  // unk_token and fuse_unk mean nothing: every byte has an id.
+  expect_unused(model, {"dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"});
+  read_vocab(model.at("vocab"), model.bool_or("ignore_merges", false), spec);
+  read_merges(model.at("merges"), spec);
   if (root.has("added_tokens")) read_added_tokens(root, spec);
   return spec;
 }

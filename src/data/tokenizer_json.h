@@ -13,6 +13,8 @@
 
 namespace marrow {
 
+constexpr const char* kReplacementCharacter = "\xef\xbf\xbd";  // the text of an id that has none
+
 struct AddedToken {
   std::string content;
   int32_t id = 0;

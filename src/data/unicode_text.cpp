@@ -54,16 +54,6 @@ void for_each_code_point(const char* table, Visit&& visit) {
   }
 }
 
-// By code point; 0 where the class did not change.
-const std::vector<uint32_t>& stand_ins() {
-  static const auto table = [] {
-    std::vector<uint32_t> filled(kTableEnd);
-    for_each_code_point(kChangedClasses, [&](uint32_t c, uint32_t stand_in) { filled[c] = stand_in; });
-    return filled;
-  }();
-  return table;
-}
-
 void append_nfc(std::string_view text, std::string& out) {
   utf8proc_uint8_t* normal = nullptr;
   const auto size =
@@ -94,22 +84,20 @@ std::string encode_utf8(uint32_t value) {
 size_t valid_utf8_length(std::string_view text) {
   constexpr uint64_t kHighBits = 0x8080808080808080U;
   size_t at = 0;
-  while (at < text.size()) {
+  for (uint32_t size = 1; at < text.size() && size > 0; at += size) {
     uint64_t eight = kHighBits;
     if (at + 8 <= text.size()) std::memcpy(&eight, text.data() + at, 8);
-    if ((eight & kHighBits) == 0) {
-      at += 8;
-      continue;
-    }
-    const uint32_t size = decode_utf8(text.substr(at)).size;
-    if (size == 0) break;
-    at += size;
+    size = (eight & kHighBits) == 0 ? 8 : decode_utf8(text.substr(at)).size;
   }
   return at;
 }
 
 std::string_view class_text(std::string_view text, std::string& scratch) {
-  const std::vector<uint32_t>& table = stand_ins();
+  static const auto table = [] {  // by code point; 0 where the class did not change
+    std::vector<uint32_t> filled(kTableEnd);
+    for_each_code_point(kChangedClasses, [&](uint32_t c, uint32_t stand_in) { filled[c] = stand_in; });
+    return filled;
+  }();
   bool copied = false;
   for (size_t at = 0; at < text.size();) {
     if (static_cast<uint8_t>(text[at]) < 0xe0) {  // one- and two-byte characters never changed
@@ -120,8 +108,7 @@ std::string_view class_text(std::string_view text, std::string& scratch) {
     if (value < kTableEnd && table[value] != 0) {
       if (!copied) scratch.assign(text);
       copied = true;
-      utf8proc_encode_char(static_cast<utf8proc_int32_t>(table[value]),
-                           reinterpret_cast<utf8proc_uint8_t*>(scratch.data() + at));
+      encode_utf8(table[value]).copy(scratch.data() + at, size);
     }
     at += size;
   }

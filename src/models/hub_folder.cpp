@@ -1,16 +1,45 @@
 #include "models/hub_folder.h"
 
 #include <filesystem>
+#include <set>
 
 namespace marrow {
 namespace fs = std::filesystem;
 namespace {
 
+constexpr int64_t kPartElements = int64_t{1} << 24;
+const std::string kHead = "lm_head.weight", kEmbedding = "model.embed_tokens.weight";
+
+Fix check_they_belong_together() {
+  return Fix("check that config.json and the weights belong together and that no file is missing");
+}
+
+std::vector<std::string> weight_paths(const std::string& folder) {
+  const std::string index = folder + "/model.safetensors.index.json";
+  if (!fs::exists(index)) {
+    const std::vector<std::string> paths = tensor_paths(folder, "model");
+    MARROW_CHECK(!paths.empty(), ExitCode::kBadInput,
+                 Fix("give a checkpoint or a Hugging Face folder with .safetensors files; convert "
+                     ".bin files with transformers' save_pretrained"),
+                 "{} holds no model*.safetensors", folder);
+    return paths;
+  }
+  std::set<std::string> paths;
+  for (const auto& [tensor, file] : Json::read_file(index).at("weight_map").items()) {
+    const std::string name = file.as_string(), path = folder + "/" + name;
+    if (name.find('/') != std::string::npos || !fs::exists(path)) {
+      file.fail(fmt::format("the shard {} is missing from this folder", json_quote(name)),
+                Fix("copy or download the missing shard, or repair the index"));
+    }
+    paths.insert(path);
+  }
+  return {paths.begin(), paths.end()};
+}
+
 std::string default_architecture(const Json& config) {
-  const std::string type = config.at("model_type").as_string();
-  if (type == "qwen3_moe") return R"(["Qwen3MoeForCausalLM"])";
-  config.at("model_type")
-      .fail("no export is known for this family", Fix("use a config.json of model_type \"qwen3_moe\""));
+  const Json type = config.at("model_type");
+  if (type.as_string() == "qwen3_moe") return R"(["Qwen3MoeForCausalLM"])";
+  type.fail("no export is known for this family", Fix("use a config.json of model_type \"qwen3_moe\""));
 }
 
 // Fields in which the Hub's styles differ, both written, and those that an export decides; as JSON.
@@ -33,38 +62,12 @@ std::map<std::string, std::string> decided_fields(const Json& config, at::Scalar
   return fields;
 }
 
-// `object` with `fields` in place of its own or added at its end.
+// `object` with `fields` added or in place of its own.
 std::string with_fields(const Json& object, std::map<std::string, std::string> fields) {
+  for (const auto& [key, value] : object.items()) fields.emplace(key, value.dump());
   JsonWriter out;
-  for (const auto& [key, value] : object.items()) {
-    const auto field = fields.extract(key);
-    out.raw(key, field ? field.mapped() : value.dump());
-  }
   for (const auto& [key, value] : fields) out.raw(key, value);
   return out.lines();
-}
-
-std::vector<SafetensorsLayout> export_layouts(const HubExport& to) {
-  std::vector<StoredTensor> tensors;
-  for (const HubTensor& tensor : to.model) tensors.push_back({tensor, to.dtype});
-  std::vector<SafetensorsLayout> layouts = layout_shards("model", tensors, to.max_shard_bytes);
-  if (layouts.size() == 1) layouts.front().file_name = "model.safetensors";
-  return layouts;
-}
-
-std::string index_json(const std::vector<SafetensorsLayout>& layouts) {
-  JsonWriter map;
-  int64_t total = 0;
-  for (const SafetensorsLayout& layout : layouts) {
-    for (const StoredTensor& tensor : layout.tensors) {
-      map.field(tensor.name, layout.file_name);
-      total += tensor.end - tensor.begin;
-    }
-  }
-  return JsonWriter()
-      .raw("metadata", JsonWriter().field("total_size", total).text())
-      .raw("weight_map", map.lines())
-      .lines();
 }
 
 // `given` (may be empty) with the end-of-document id where it names none.
@@ -75,6 +78,86 @@ std::string generation_config(const std::string& given, int64_t end_of_document)
 }
 
 }  // namespace
+
+ModelWeights::ModelWeights(const std::string& folder, const std::vector<HubTensor>& model, const WeightRules& rules)
+    : folder_(folder), files_(weight_paths(folder)) {
+  std::unordered_map<std::string, int64_t> used;  // elements, by name in the files
+  for (const HubTensor& tensor : model) {
+    const Source source = find_source(tensor);
+    const at::ScalarType dtype = files_.find(source.stored)->dtype;
+    MARROW_CHECK(at::isFloatingType(dtype) && at::elementSize(dtype) > 1, ExitCode::kBadInput,
+                 Fix("convert the file to F32, BF16 or F16"), "{}: tensor {} is {}, which cannot be read as weights",
+                 folder_, tensor.name, dtype_name(dtype));
+    used[source.stored] += tensor.elements();
+    sources_.emplace(tensor.name, source);
+  }
+  check_all_used(used, rules);
+}
+
+// In a file of its name, or in a stack of experts: gate_up_proj [E, 2I, H] holds the rows of gate, then of up.
+ModelWeights::Source ModelWeights::find_source(const HubTensor& tensor) const {
+  constexpr std::string_view kExperts = ".experts.";
+  std::string name = tensor.name;
+  std::vector<int64_t> shape = tensor.shape;  // wanted in the file
+  int64_t expert = 0, row = 0;                // where in the stack
+  const size_t number = name.find(kExperts) + kExperts.size();
+  if (files_.find(name) == nullptr && number >= kExperts.size() && std::isdigit(name[number])) {
+    const bool down = name.ends_with(".down_proj.weight"), up = name.ends_with(".up_proj.weight");
+    expert = std::stoll(name.substr(number));
+    name = name.substr(0, number) + (down ? "down_proj" : "gate_up_proj");
+    row = up ? shape[0] : 0;
+    shape = {expert + 1, down ? shape[0] : 2 * shape[0], shape[1]};
+  }
+  const StoredTensor* stored = files_.find(name);
+  MARROW_CHECK(stored != nullptr, ExitCode::kBadInput, check_they_belong_together(), "{}: tensor {} is missing",
+               folder_, tensor.name);
+  // check_all_used sees whether a stack has more experts than the model.
+  const bool stacked = name != tensor.name;
+  if (stacked && stored->shape.size() == 3) shape[0] = std::max(shape[0], stored->shape[0]);
+  MARROW_CHECK(stored->shape == shape, ExitCode::kBadInput, check_they_belong_together(),
+               "{}: tensor {} is {} in the file, but {} makes it {}", folder_, name, shape_text(stored->shape),
+               stacked ? fmt::format("expert {} of config.json", expert) : "config.json", shape_text(shape));
+  return {name, stacked ? (expert * shape[1] + row) * shape[2] : 0};
+}
+
+void ModelWeights::check_all_used(const std::unordered_map<std::string, int64_t>& used, const WeightRules& rules) {
+  for (const std::string& name : files_.names()) {
+    if (const auto found = used.find(name); found != used.end()) {
+      const StoredTensor& stored = *files_.find(name);
+      MARROW_CHECK(found->second == stored.elements(), ExitCode::kBadInput, Fix("check num_experts in config.json"),
+                   "{}: config.json uses {} of the {} elements of tensor {} {}", folder_, found->second,
+                   stored.elements(), name, shape_text(stored.shape));
+      continue;
+    }
+    if (rules.tied_embeddings && name == kHead) {  // some writers store it again; one that differs was trained apart
+      MARROW_CHECK(files_.find(name)->shape == files_.find(kEmbedding)->shape &&
+                       files_.read_whole(name).equal(files_.read_whole(kEmbedding)),
+                   ExitCode::kBadInput, Fix("set tie_word_embeddings to false in config.json"),
+                   "{}: config.json ties the embeddings, but {} differs from {}", folder_, kHead, kEmbedding);
+      continue;
+    }
+    MARROW_CHECK(rules.allow_unknown, ExitCode::kBadInput,
+                 Fix("check that config.json and the weights belong together, or leave such "
+                     "tensors out with --allow-unknown"),
+                 "{}: tensor {} does not belong to the model of config.json", folder_, name);
+    ignored_.push_back(name);
+  }
+}
+
+void ModelWeights::read(const HubTensor& tensor, int64_t begin, at::Tensor out) const {
+  const Source& source = sources_.at(tensor.name);
+  files_.read(source.stored, source.offset + begin, std::move(out));
+}
+
+void ModelWeights::read_in_parts(const HubTensor& tensor, at::ScalarType dtype,
+                                 const std::function<void(int64_t, const at::Tensor&)>& visit) const {
+  const at::Tensor buffer = at::empty({std::min(kPartElements, tensor.elements())}, dtype);
+  for (int64_t begin = 0; begin < tensor.elements(); begin += kPartElements) {
+    const at::Tensor part = buffer.narrow(0, 0, std::min(kPartElements, tensor.elements() - begin));
+    read(tensor, begin, part);
+    visit(begin, part);
+  }
+}
 
 std::vector<SideFile> read_tokenizer_files(const std::string& folder) {
   std::vector<SideFile> files;
@@ -92,24 +175,32 @@ std::string hub_config(const Json& config, at::ScalarType dtype, int64_t end_of_
 
 int64_t write_hub_folder(const HubExport& to, const ModelWeights& weights) {
   check_output_is_new(to.output, "--output");
-  const std::vector<SafetensorsLayout> layouts = export_layouts(to);
+  std::vector<StoredTensor> tensors;
+  for (const HubTensor& tensor : to.model) tensors.push_back({tensor, to.dtype});
+  std::vector<SafetensorsLayout> layouts = layout_shards("model", tensors, to.max_shard_bytes);
+  if (layouts.size() == 1) layouts.front().file_name = "model.safetensors";
   int64_t total = 0;
   for (const SafetensorsLayout& layout : layouts) total += layout.file_bytes;
 
   StagedFolder staged(to.output, total);
-  auto tensor = to.model.begin();  // the layouts hold the model's tensors in its order
+  JsonWriter map;
+  int64_t tensor_bytes = 0;
   for (const SafetensorsLayout& layout : layouts) {
     OutputFile file(staged.path() + "/" + layout.file_name);
     file.append(layout.header);
-    for (size_t i = 0; i < layout.tensors.size(); ++i) {
-      weights.read_in_parts(*tensor++, to.dtype, [&](int64_t, const at::Tensor& part) {
+    for (const StoredTensor& tensor : layout.tensors) {
+      weights.read_in_parts(tensor, to.dtype, [&](int64_t, const at::Tensor& part) {
         file.append({static_cast<const std::byte*>(part.const_data_ptr()), part.nbytes()});
       });
+      map.field(tensor.name, layout.file_name);
+      tensor_bytes += tensor.end - tensor.begin;
     }
     file.sync();
     file.close();
   }
-  staged.write_text("model.safetensors.index.json", index_json(layouts));
+  const std::string metadata = JsonWriter().field("total_size", tensor_bytes).text();
+  staged.write_text("model.safetensors.index.json",
+                    JsonWriter().raw("metadata", metadata).raw("weight_map", map.lines()).lines());
   staged.write_text("config.json", hub_config(to.config, to.dtype, to.end_of_document));
   for (const SideFile& file : to.tokenizer_files) staged.write_text(file.name, file.text);
   staged.write_text("generation_config.json", generation_config(to.generation_config, to.end_of_document));

@@ -11,7 +11,23 @@ class KeyValueCache {
 
   // Appends keys [T, Hkv, D] and values [T, Hkv, Dv] of layer `layer`, then attends causally from
   // the T new queries [T, Hq, D]. Returns [T, Hq, Dv].
-  at::Tensor attend(int64_t layer, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale);
+  at::Tensor attend(int64_t layer, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale) {
+    const int64_t fresh = q.size(0), total = length_ + fresh;
+    MARROW_CHECK(total <= capacity_, ExitCode::kUsage, Fix("ask for fewer tokens"), "{} tokens exceed the cache of {}",
+                 total, capacity_);
+    const auto extended = [&](at::Tensor& cache, const at::Tensor& added) {  // [Hq, total, D] fp32
+      if (!cache.defined()) cache = at::empty({capacity_, added.size(1), added.size(2)}, added.options());
+      cache.narrow(0, length_, fresh).copy_(added);
+      const int64_t group = q.size(1) / added.size(1);
+      return cache.narrow(0, 0, total).repeat_interleave(group, 1).transpose(0, 1).to(at::kFloat);
+    };
+    const at::Tensor queries = q.transpose(0, 1).to(at::kFloat);  // [Hq, T, D]
+    at::Tensor scores = at::matmul(queries, extended(keys_[layer], k).transpose(1, 2)).mul_(scale);
+    const at::Tensor positions = at::arange(total, scores.options());
+    scores.masked_fill_(positions > positions.narrow(0, length_, fresh).unsqueeze(1), -INFINITY);
+    const at::Tensor out = at::matmul(at::softmax(scores, -1), extended(values_[layer], v));
+    return out.transpose(0, 1).contiguous().to(q.scalar_type());
+  }
   void advance(int64_t tokens) { length_ += tokens; }
   int64_t length() const { return length_; }
 

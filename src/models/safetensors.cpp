@@ -12,21 +12,15 @@ static_assert(std::endian::native == std::endian::little, "safetensors files are
 
 constexpr int64_t kLengthBytes = 8;
 constexpr int64_t kMaxHeaderBytes = 100'000'000;  // the reference implementation's limit
-
 constexpr int64_t kPartElements = int64_t{1} << 26;
 
 // The element types of model files; any other is refused by name.
-constexpr std::pair<std::string_view, at::ScalarType> kDtypes[] = {{"F32", at::kFloat},
-                                                                   {"BF16", at::kBFloat16},
-                                                                   {"F16", at::kHalf},
-                                                                   {"F64", at::kDouble},
-                                                                   {"I64", at::kLong},
-                                                                   {"I32", at::kInt},
-                                                                   {"I8", at::kChar},
-                                                                   {"U8", at::kByte},
-                                                                   {"BOOL", at::kBool},
-                                                                   {"F8_E4M3", at::kFloat8_e4m3fn},
-                                                                   {"F8_E5M2", at::kFloat8_e5m2}};
+// clang-format off
+constexpr std::pair<std::string_view, at::ScalarType> kDtypes[] = {
+    {"F32", at::kFloat}, {"BF16", at::kBFloat16}, {"F16", at::kHalf}, {"F64", at::kDouble}, {"I64", at::kLong},
+    {"I32", at::kInt}, {"I8", at::kChar}, {"U8", at::kByte}, {"BOOL", at::kBool}, {"F8_E4M3", at::kFloat8_e4m3fn},
+    {"F8_E5M2", at::kFloat8_e5m2}};
+// clang-format on
 
 Fix fetch_again() { return Fix("copy or download the file again; it is damaged"); }
 
@@ -40,29 +34,21 @@ std::optional<int64_t> bytes_of(at::ScalarType dtype, at::IntArrayRef shape) {
 }
 
 StoredTensor read_entry(const std::string& name, const Json& entry, int64_t data_begin, int64_t data_bytes) {
-  const std::string dtype = entry.at("dtype").as_string();
-  const auto known =
-      std::find_if(std::begin(kDtypes), std::end(kDtypes), [&](const auto& pair) { return pair.first == dtype; });
-  if (known == std::end(kDtypes)) {
-    entry.at("dtype").fail("dtype " + json_quote(dtype) + " is not supported", fetch_again());
-  }
-  StoredTensor tensor;
-  tensor.name = name;
-  tensor.dtype = known->second;
-  const Json shape = entry.at("shape");
-  for (size_t i = 0; i < shape.size(); ++i) tensor.shape.push_back(shape.at(i).as_int());
+  const Json dtype = entry.at("dtype"), shape = entry.at("shape"), offsets = entry.at("data_offsets");
+  const auto known = std::ranges::find(kDtypes, dtype.as_string(), [](const auto& pair) { return pair.first; });
+  if (known == std::end(kDtypes)) dtype.fail(fmt::format("dtype {} is not supported", dtype.dump()), fetch_again());
+  StoredTensor tensor{{name, {}}, known->second};
+  for (const Json& size : shape.elements()) tensor.shape.push_back(size.as_int());
   const std::optional<int64_t> bytes = bytes_of(tensor.dtype, tensor.shape);
   if (!bytes) shape.fail(shape.dump().substr(0, 80) + " is no possible shape", fetch_again());
-  const Json offsets = entry.at("data_offsets");
   if (offsets.size() != 2) offsets.fail("expected two offsets", fetch_again());
   const int64_t begin = offsets.at(size_t{0}).as_int(), end = offsets.at(1).as_int();
   if (begin < 0 || end < begin || end > data_bytes) {
-    offsets.fail(
-        fmt::format("offsets [{}, {}] are out of range; the file holds {} bytes of tensors", begin, end, data_bytes),
-        fetch_again());
+    offsets.fail(fmt::format("[{}, {}] is out of range; the file holds {} bytes of tensors", begin, end, data_bytes),
+                 fetch_again());
   }
   if (end - begin != *bytes) {
-    offsets.fail(fmt::format("offsets [{}, {}] span {} bytes, but {} {} takes {}", begin, end, end - begin, dtype,
+    offsets.fail(fmt::format("[{}, {}] spans {} bytes, but {} {} takes {}", begin, end, end - begin, dtype.dump(),
                              shape_text(tensor.shape), *bytes),
                  fetch_again());
   }
@@ -89,18 +75,18 @@ void check_coverage(const std::vector<StoredTensor>& tensors, int64_t data_begin
 
 std::vector<StoredTensor> read_header(const MappedFile& file) {
   const std::string& path = file.path();
-  const int64_t file_bytes = static_cast<int64_t>(file.bytes().size());
+  const std::span<const std::byte> bytes = file.bytes();
+  const int64_t file_bytes = static_cast<int64_t>(bytes.size());
   MARROW_CHECK(file_bytes >= kLengthBytes, ExitCode::kBadInput, fetch_again(),
                "{} has {} bytes: too short for a safetensors file", path, file_bytes);
   uint64_t length = 0;
-  std::memcpy(&length, file.bytes().data(), sizeof length);
+  std::memcpy(&length, bytes.data(), sizeof length);
   MARROW_CHECK(length <= static_cast<uint64_t>(kMaxHeaderBytes), ExitCode::kBadInput, fetch_again(),
                "{}: a header of {} bytes exceeds the format's limit of {}", path, length, kMaxHeaderBytes);
   const int64_t data_begin = kLengthBytes + static_cast<int64_t>(length);
   MARROW_CHECK(data_begin <= file_bytes, ExitCode::kBadInput, fetch_again(),
                "{}: the header takes {} bytes, but the file ends after {}", path, data_begin, file_bytes);
-  const std::string_view json(reinterpret_cast<const char*>(file.bytes().data()) + kLengthBytes,
-                              static_cast<size_t>(length));
+  const std::string_view json(reinterpret_cast<const char*>(bytes.data()) + kLengthBytes, length);
   MARROW_CHECK(json.starts_with('{'), ExitCode::kBadInput, fetch_again(), "{}: the header does not start with '{{'",
                path);
   std::vector<StoredTensor> tensors;
@@ -108,8 +94,7 @@ std::vector<StoredTensor> read_header(const MappedFile& file) {
     if (name == "__metadata__") continue;
     tensors.push_back(read_entry(name, entry, data_begin, file_bytes - data_begin));
   }
-  std::stable_sort(tensors.begin(), tensors.end(),
-                   [](const auto& a, const auto& b) { return std::pair(a.begin, a.end) < std::pair(b.begin, b.end); });
+  std::ranges::stable_sort(tensors, {}, [](const auto& tensor) { return std::pair(tensor.begin, tensor.end); });
   check_coverage(tensors, data_begin, file_bytes, path);
   return tensors;
 }
@@ -150,10 +135,10 @@ SafetensorsLayout layout_safetensors(std::string file_name, std::vector<StoredTe
                  "tensor {} {} has more bytes than a file can hold", tensor.name, shape_text(tensor.shape));
     tensor.begin = std::exchange(position, position + *bytes);
     tensor.end = position;
-    JsonWriter entry;
-    entry.field("dtype", dtype_name(tensor.dtype)).field("shape", tensor.shape);
-    entry.field("data_offsets", std::array<int64_t, 2>{tensor.begin, tensor.end});
-    json.raw(tensor.name, entry.text());
+    const std::array<int64_t, 2> offsets{tensor.begin, tensor.end};
+    json.raw(
+        tensor.name,
+        JsonWriter().field("dtype", dtype_name(tensor.dtype), "shape", tensor.shape, "data_offsets", offsets).text());
   }
   std::string text = json.text();
   text.resize((text.size() + 7) / 8 * 8, ' ');
@@ -201,46 +186,36 @@ std::vector<std::string> tensor_paths(const std::string& folder, std::string_vie
 }
 
 TensorFiles::TensorFiles(const std::vector<std::string>& paths) {
-  files_.reserve(paths.size());
   for (const std::string& path : paths) {
-    MappedFile mapped(path);
-    std::vector<StoredTensor> tensors = read_header(mapped);
-    const File& file = files_.emplace_back(File{std::move(mapped), std::move(tensors)});
-    for (const StoredTensor& tensor : file.tensors) {
-      const auto [place, is_new] = places_.try_emplace(tensor.name, Place{&file, &tensor});
+    files_.emplace_back(path);
+    for (StoredTensor& tensor : read_header(files_.back())) {
+      const std::string& name = names_.emplace_back(tensor.name);
+      const auto [place, is_new] = places_.try_emplace(name, Place{files_.size() - 1, std::move(tensor)});
       MARROW_CHECK(is_new, ExitCode::kBadInput, Fix("remove the file that does not belong there"),
-                   "tensor {} is both in {} and in {}", tensor.name, place->second.file->mapped.path(), path);
+                   "tensor {} is both in {} and in {}", name, files_[place->second.file].path(), path);
     }
   }
 }
 
-const StoredTensor* TensorFiles::find(std::string_view name) const {
+const StoredTensor* TensorFiles::find(const std::string& name) const {
   const auto found = places_.find(name);
-  return found == places_.end() ? nullptr : found->second.tensor;
+  return found == places_.end() ? nullptr : &found->second.tensor;
 }
 
-std::vector<std::string> TensorFiles::names() const {
-  std::vector<std::string> names;
-  for (const File& file : files_) {
-    for (const StoredTensor& tensor : file.tensors) names.push_back(tensor.name);
-  }
-  return names;
-}
-
-void TensorFiles::read(std::string_view name, int64_t begin, at::Tensor out) const {
-  const auto [file, tensor] = places_.at(name);
-  MARROW_CHECK(begin >= 0 && begin + out.numel() <= tensor->elements(), ExitCode::kBadInput,
+void TensorFiles::read(const std::string& name, int64_t begin, at::Tensor out) const {
+  const auto& [file, tensor] = places_.at(name);
+  MARROW_CHECK(begin >= 0 && begin + out.numel() <= tensor.elements(), ExitCode::kBadInput,
                Fix("check that config.json and the weights belong together"),
                "elements [{}, {}) of tensor {} were asked for, but {} holds {}", begin, begin + out.numel(), name,
-               file->mapped.path(), tensor->elements());
+               files_[file].path(), tensor.elements());
   for (int64_t done = 0; done < out.numel(); done += kPartElements) {
     const int64_t n = std::min(kPartElements, out.numel() - done);
-    out.narrow(0, done, n).copy_(mapped_part(file->mapped, *tensor, begin + done, n));
+    out.narrow(0, done, n).copy_(mapped_part(files_[file], tensor, begin + done, n));
   }
 }
 
-at::Tensor TensorFiles::read_whole(std::string_view name) const {
-  const StoredTensor& tensor = *places_.at(name).tensor;
+at::Tensor TensorFiles::read_whole(const std::string& name) const {
+  const StoredTensor& tensor = places_.at(name).tensor;
   at::Tensor out = at::empty({tensor.elements()}, tensor.dtype);
   read(name, 0, out);
   return out.view(tensor.shape);

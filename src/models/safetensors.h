@@ -16,8 +16,8 @@ struct StoredTensor : HubTensor {
 std::string_view dtype_name(at::ScalarType dtype);  // "BF16", as the header writes it
 std::string shape_text(at::IntArrayRef shape);      // "[2, 3]"
 
-// The bytes before the tensors and the place of each tensor: a pure function of the names, dtypes
-// and shapes, in their order, so that several processes can write parts of one file.
+// The bytes before the tensors and the place of each tensor: a pure function of the names, dtypes and shapes, in their
+// order, so that several processes can write parts of one file.
 struct SafetensorsLayout {
   std::string file_name;
   std::string header;  // length and JSON, padded with spaces to a multiple of 8 bytes
@@ -27,40 +27,36 @@ struct SafetensorsLayout {
 
 SafetensorsLayout layout_safetensors(std::string file_name, std::vector<StoredTensor> tensors);
 
-// Cuts `tensors`, in order, into files STEM-0000N-of-0000M.safetensors of at most `max_bytes` of
-// tensors (one larger tensor has a file to itself). No tensors give no files.
+// Cuts `tensors`, in order, into files STEM-0000N-of-0000M.safetensors of at most `max_bytes` of tensors (one larger
+// tensor has a file to itself). No tensors give no files.
 std::vector<SafetensorsLayout> layout_shards(const std::string& stem, const std::vector<StoredTensor>& tensors,
                                              int64_t max_bytes);
 
 // The files of `folder` that are called PREFIX….safetensors, sorted.
 std::vector<std::string> tensor_paths(const std::string& folder, std::string_view prefix);
 
-// The tensors of a set of files, mapped and read in parts. The constructor checks all of the
-// headers before any tensor can be read: length, JSON and keys, dtypes, shapes, that the tensors
-// cover the rest of the file without gap, overlap or excess, and that no name is in two files.
-// Every fault is an Error (kBadInput) naming file and tensor.
+// The tensors of a set of files, mapped and read in parts. The constructor checks all headers: length, JSON, keys,
+// dtypes, shapes, that the tensors cover the rest of the file without gap, overlap or excess, and that no name is in
+// two files. Every fault is an Error (kBadInput) naming file and tensor.
 class TensorFiles {
  public:
   explicit TensorFiles(const std::vector<std::string>& paths);
 
-  const StoredTensor* find(std::string_view name) const;  // nullptr if absent
-  std::vector<std::string> names() const;                 // in file order
-  // Copies elements [begin, begin + out.numel()) of a tensor into `out` ([n], any device),
-  // converting to its dtype. Reads only those bytes, in bounded parts.
-  void read(std::string_view name, int64_t begin, at::Tensor out) const;
-  at::Tensor read_whole(std::string_view name) const;  // its own shape and dtype, on the CPU
+  const StoredTensor* find(const std::string& name) const;          // nullptr if absent
+  const std::vector<std::string>& names() const { return names_; }  // in file order
+  // Copies elements [begin, begin + out.numel()) of a tensor into `out` ([n], any device), converting to its dtype.
+  // Reads only those bytes, in bounded parts.
+  void read(const std::string& name, int64_t begin, at::Tensor out) const;
+  at::Tensor read_whole(const std::string& name) const;  // its own shape and dtype, on the CPU
 
  private:
-  struct File {
-    MappedFile mapped;
-    std::vector<StoredTensor> tensors;  // by place
-  };
   struct Place {
-    const File* file = nullptr;
-    const StoredTensor* tensor = nullptr;
+    size_t file;  // index in files_
+    StoredTensor tensor;
   };
-  std::vector<File> files_;
-  std::unordered_map<std::string_view, Place> places_;
+  std::vector<MappedFile> files_;
+  std::vector<std::string> names_;
+  std::unordered_map<std::string, Place> places_;
 };
 
 }  // namespace marrow

@@ -1,6 +1,6 @@
 #include "pipeline/model_setup.h"
 
-#include "models/model_weights.h"
+#include "models/hub_folder.h"
 
 namespace marrow {
 

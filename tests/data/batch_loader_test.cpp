@@ -176,6 +176,20 @@ TEST_F(BatchLoaderTest, UnusableCorporaAreRefusedByName) {
   expect_contains(report.fix, {"data.seq_len"});
 }
 
+TEST_F(BatchLoaderTest, ACorpusTruncatedBetweenTwoBatchesIsNamed) {
+  for (const std::string suffix : {".bin", ".idx"}) {
+    const std::string prefix = corpus("c" + suffix, std::vector(2000, Ids(20, 7)));
+    auto wanted = options({{prefix}}, 64);
+    wanted.mask_documents = true;
+    const BatchLoader loader(wanted);
+    loader.load(0, 8);
+    OutputFile(prefix + suffix, true).truncate_to(0);
+    const ErrorReport report = error_of([&] { loader.load(8, 8); });
+    EXPECT_EQ(report.code, ExitCode::kBadInput);
+    expect_contains(report.what, {prefix + suffix, "while it was in use"});
+  }
+}
+
 TEST_F(BatchLoaderTest, ForeignCorporaWarnAndEveryIdIsChecked) {
   const std::string prefix = corpus("c", {Ids{1, 2, 3, 4, 100, 6, 7, 8, 9}}, 257);
   std::filesystem::remove(prefix + ".json");

@@ -248,6 +248,26 @@ TEST_F(IndexedCorpusTest, ChecksumOfAHugeCorpusEnters) {
   EXPECT_NE(hash(1), hash(2));
 }
 
+// To read what a mapped file has lost would end the process by a signal.
+TEST_F(IndexedCorpusTest, ACorpusTruncatedWhileInUseIsAnError) {
+  const std::string prefix = corpus("c", std::vector(2000, std::vector<int32_t>(20, 7)));
+  const IndexedCorpus corpus(prefix);
+  std::vector<int32_t> ids(30);
+  corpus.read(39000, ids, 257);
+  EXPECT_EQ(corpus.document_after(39000), 1951);
+  OutputFile(prefix + ".bin", true).truncate_to(4096);
+  ErrorReport report = error_of([&] { corpus.read(39000, ids, 257); });
+  EXPECT_EQ(report.code, ExitCode::kBadInput);
+  expect_contains(report.what, {prefix + ".bin", "80000", "4096"});
+  expect_contains(report.fix, {prefix + ".bin"});
+  EXPECT_EQ(error_of([&] { (void)corpus.content_hash(); }).code, ExitCode::kBadInput);
+  EXPECT_EQ(corpus.document_after(39000), 1951);  // the index is whole
+  OutputFile(prefix + ".idx", true).truncate_to(4096);
+  report = error_of([&] { (void)corpus.document_after(39000); });
+  EXPECT_EQ(report.code, ExitCode::kBadInput);
+  expect_contains(report.what, {prefix + ".idx", "4096"});
+}
+
 TEST_F(IndexedCorpusTest, BeyondTwoToTheThirtyOneTokens) {
   for (const int64_t vocab_size : {257, 100000}) {
     const int64_t width = vocab_size == 257 ? 2 : 4;

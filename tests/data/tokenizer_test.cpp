@@ -7,7 +7,6 @@
 #include <random>
 #include <thread>
 
-#include "data/sha256.h"
 #include "data/unicode_text.h"
 #include "tokenizer_testing.h"
 

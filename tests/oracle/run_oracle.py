@@ -260,6 +260,16 @@ def bad_models():
     shutil.copy(WORK / "corpus.idx", WORK / "cut.idx")
     os.truncate(WORK / "cut.bin", 100)
     refused(marrow("pretrain", toml("bad", data__train=[str(WORK / "cut")])), 3, "cut.bin")
+    for suffix in (".bin", ".idx"):  # cut while a run has it mapped
+        shutil.copy(WORK / "corpus.bin", WORK / "cut.bin")
+        shutil.copy(WORK / "corpus.idx", WORK / "cut.idx")
+        config = toml(f"mapped-{suffix[1:]}", data__train=[str(WORK / "cut")], data__mask_documents=True, train__steps=10**6)
+        run = subprocess.Popen([MARROW, "pretrain", config], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        while not (WORK / f"mapped-{suffix[1:]}/metrics.jsonl").exists() and run.poll() is None:
+            time.sleep(0.05)
+        os.truncate(WORK / f"cut{suffix}", 100)
+        text = run.communicate()[1]
+        refused(subprocess.CompletedProcess(run.args, run.returncode, stderr=text), 3, f"cut{suffix}", "while it was in use")
 
 
 def odd_words_and_files():
