@@ -147,9 +147,8 @@ double CommandLine::real(const std::string& name, double min, double max) const 
 
 void CommandLine::print(const std::string& text, JsonWriter json) const {
   if (!logger_.warnings().empty()) json.field("warnings", logger_.warnings());
-  std::string out = this->json() ? json.text() : text;
-  if (!out.ends_with('\n')) out += '\n';
-  std::fwrite(out.data(), 1, out.size(), stdout);
+  const std::string out = this->json() ? json.text() : text;
+  fmt::print("{}{}", out, out.ends_with('\n') ? "" : "\n");
   std::fflush(stdout);
 }
 

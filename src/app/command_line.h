@@ -30,7 +30,7 @@ struct Option {
 
 class CommandLine;
 
-// One subcommand. Each file of src/app returns its own: `Subcommand tokenize_command()`.
+// One subcommand. Each file of src/app returns its own: `Subcommand tokenize_command()`; main.cpp has the table.
 struct Subcommand {
   std::string name;
   std::string summary;                       // one line

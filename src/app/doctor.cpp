@@ -8,7 +8,7 @@
 #include <cuda_runtime_api.h>
 #endif
 
-#include "app/subcommands.h"
+#include "app/command_line.h"
 #include "base/files.h"
 #include "ops/device.h"
 
@@ -20,31 +20,6 @@ struct Finding {
   std::string next = {};  // what to do; empty where all is well
   bool fatal = false;     // marrow cannot do its work
 };
-
-Finding check_processor() {
-  const bool fits = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  return {"processor",
-          fmt::format("{} cores, AVX2 and FMA {}", std::thread::hardware_concurrency(), fits ? "present" : "missing"),
-          fits ? "" : "use a processor of the x86-64-v3 level (2013 or later)", !fits};
-}
-
-Finding check_memory() {
-  const double free = 1e-9 * static_cast<double>(available_memory_bytes(at::kCPU));
-  return {"memory", fmt::format("{:.1f} GB free", free), free < 2 ? "end other programs: a small run needs 2 GB" : ""};
-}
-
-Finding check_disk() {
-  const double free = 1e-9 * static_cast<double>(free_disk_bytes("."));
-  return {"disk", fmt::format("{:.1f} GB free in the working folder", free),
-          free < 5 ? "free 5 GB, or set [checkpoint] dir to another disk" : ""};
-}
-
-Finding check_libtorch() {
-  const at::Tensor a = at::eye(64) * 3;
-  const bool right = at::mm(a, a).equal(at::eye(64) * 9);
-  return {"libtorch", fmt::format("{}, {} threads", TORCH_VERSION, at::get_num_threads()),
-          right ? "" : "run ./dev setup: libtorch computes a wrong product", !right};
-}
 
 // The runtime's view of the GPUs; `fatal` where this build cannot use what is there.
 Finding check_gpu() {
@@ -74,8 +49,21 @@ Finding check_gpu() {
 }
 
 int run_doctor(const CommandLine& args) {
-  const std::vector<Finding> findings = {check_processor(), check_memory(), check_disk(), check_libtorch(),
-                                         check_gpu()};
+  const bool fast = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const double memory = 1e-9 * static_cast<double>(available_memory_bytes(at::kCPU));
+  const double disk = 1e-9 * static_cast<double>(free_disk_bytes("."));
+  const at::Tensor threes = at::eye(64) * 3;
+  const bool right = at::mm(threes, threes).equal(at::eye(64) * 9);
+  const std::vector<Finding> findings = {
+      {"processor",
+       fmt::format("{} cores, AVX2 and FMA {}", std::thread::hardware_concurrency(), fast ? "present" : "missing"),
+       fast ? "" : "use a processor of the x86-64-v3 level (2013 or later)", !fast},
+      {"memory", fmt::format("{:.1f} GB free", memory), memory < 2 ? "end other programs: a small run needs 2 GB" : ""},
+      {"disk", fmt::format("{:.1f} GB free in the working folder", disk),
+       disk < 5 ? "free 5 GB, or set [checkpoint] dir to another disk" : ""},
+      {"libtorch", fmt::format("{}, {} threads", TORCH_VERSION, at::get_num_threads()),
+       right ? "" : "run ./dev setup: libtorch computes a wrong product", !right},
+      check_gpu()};
   std::string text;
   JsonWriter checks;
   const Finding* worst = nullptr;

@@ -1,9 +1,7 @@
 // marrow estimate: will it fit? Memory of each rank, and what to change where it does not.
 #include "app/planned_run.h"
-#include "app/subcommands.h"
 #include "ops/device.h"
 #include "train/memory_estimate.h"
-#include "train/pretrain_loop.h"
 
 namespace marrow {
 namespace {
@@ -45,9 +43,8 @@ constexpr Change kChanges[] = {
 std::string advice(const MoeModel& model, const PretrainConfig& config, int64_t now, double memory) {
   std::string text;
   const auto helps = [&](const char* name, PretrainConfig changed) {
-    const auto& mesh = changed.mesh;
     try {
-      resolve_mesh(changed, mesh.pp * mesh.dp * mesh.cp * mesh.ep);
+      resolve_mesh(changed, changed.mesh.world());
       const int64_t then = largest(estimate_run(model, changed));
       if (then >= now) return false;
       text +=
@@ -85,9 +82,7 @@ std::string table(const std::vector<RankMemory>& ranks) {
 }
 
 int run_estimate(const CommandLine& args) {
-  const PretrainConfig config = read_planned_config(args);
-  const auto model = open_model(Json::read_file(config.model.config, ExitCode::kUsage));
-  check_model_fits(config, model->shape());
+  const auto [config, model] = open_planned_run(args);
   const RunEstimate estimate = estimate_run(*model, config);
   const double memory = memory_of_rank(args, config, std::ssize(estimate.ranks));
   const int64_t most = largest(estimate);

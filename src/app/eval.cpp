@@ -1,5 +1,5 @@
 // marrow eval: loss and perplexity of a model over a corpus.
-#include "app/subcommands.h"
+#include "app/command_line.h"
 #include "ops/device.h"
 #include "train/evaluation.h"
 #include "train/inference_model.h"
@@ -12,17 +12,17 @@ constexpr int64_t kDefaultSeqLen = 1024;
 int run_eval(const CommandLine& args) {
   set_cpu_threads(args.integer("threads", 0, 1024), 1);
   InferenceModel model(args.positional(), gpu_available() && !args.flag("cpu"), args.logger());
-  const int64_t longest = model.model().shape().max_position;
-  const int64_t trained = model.trained_seq_len() > 0 ? model.trained_seq_len() : kDefaultSeqLen;
+  const int64_t longest = model.model->shape().max_position;
+  const int64_t trained = model.trained_seq_len > 0 ? model.trained_seq_len : kDefaultSeqLen;
   BatchLoader::Options options;
   options.sources = {{args.text("data"), 1.0}};
   options.seq_len = args.has("seq-len") ? args.integer("seq-len", 1, longest) : std::min(trained, longest);
-  options.vocab_size = model.model().shape().vocab;
+  options.vocab_size = model.model->shape().vocab;
   options.mask_documents = args.flag("mask-documents");
   options.shuffle = false;
   const BatchLoader loader(options);
   for (const std::string& warning : loader.warnings()) args.logger().warn(warning);
-  const std::string trained_with = model.tokenizer_hash(), given = loader.tokenizer_hash();
+  const std::string trained_with = model.tokenizer_hash, given = loader.tokenizer_hash();
   MARROW_CHECK(trained_with.empty() || given.empty() || trained_with == given, ExitCode::kBadInput,
                Fix("tokenize the text with the tokenizer that the model was trained with"),
                "{} was tokenized with {} (hash {}), the model {} trained with {}", args.text("data"),
@@ -31,7 +31,7 @@ int run_eval(const CommandLine& args) {
   sizes.sequences = loader.samples_per_epoch();
   sizes.micro_batch = args.integer("micro-batch", 1);
   sizes.mask_documents = options.mask_documents;
-  const EvaluationResult result = evaluate_corpus(model.executor(), loader, model.device(), sizes);
+  const EvaluationResult result = evaluate_corpus(*model.executor, loader, model.device, sizes, args.logger());
   const double perplexity = std::exp(result.loss);
   args.print(fmt::format("loss {:.6f}, perplexity {:.4f}, {} tokens", result.loss, perplexity, result.targets),
              JsonWriter().field("loss", result.loss, "perplexity", perplexity, "tokens", result.targets));

@@ -1,7 +1,7 @@
 // marrow export: a checkpoint as a folder that transformers, vLLM and SGLang load.
 #include <filesystem>
 
-#include "app/subcommands.h"
+#include "app/command_line.h"
 #include "data/tokenizer.h"
 #include "models/model_contract.h"
 #include "train/checkpoint.h"
@@ -17,7 +17,8 @@ int run_export(const CommandLine& args) {
   HubExport to{.output = args.text("output"), .config = checkpoint.config(), .model = tensors};
   to.dtype = args.text("dtype") == "bf16" ? at::kBFloat16 : at::kFloat;
   to.end_of_document = checkpoint.state().end_of_document;
-  to.tokenizer_files = checkpoint.state().tokenizer == "bytes" ? bytes_tokenizer_files() : checkpoint.tokenizer_files();
+  to.tokenizer_files =
+      checkpoint.state().tokenizer == "bytes" ? bytes_tokenizer_files() : read_tokenizer_files(checkpoint.folder());
   const std::string generation = checkpoint.folder() + "/generation_config.json";
   if (std::filesystem::exists(generation)) to.generation_config = read_text_file(generation);
   const int64_t bytes = write_hub_folder(to, weights);

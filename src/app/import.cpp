@@ -1,7 +1,7 @@
 // marrow import: a Hugging Face folder as a checkpoint of step 0 without optimizer state.
 #include <filesystem>
 
-#include "app/subcommands.h"
+#include "app/command_line.h"
 #include "data/tokenizer.h"
 #include "models/model_contract.h"
 #include "train/checkpoint.h"
@@ -40,13 +40,13 @@ int run_import(const CommandLine& args) {
   std::vector<CheckpointTensor> entries;
   for (const HubTensor& tensor : tensors) entries.push_back({tensor, false, false});
   CheckpointFiles files(output, entries, at::kFloat);
-  files.create();
+  files.open();
   for (const HubTensor& tensor : tensors) {
     weights.read_in_parts(tensor, at::kFloat,
                           [&](int64_t begin, const at::Tensor& part) { files.write(tensor.name, begin, part); });
   }
-  files.finish_writing(0);
-  files.publish(side_files, 1);
+  files.finish_writing();
+  files.publish(side_files);
   for (const std::string& name : weights.ignored()) {
     args.logger().warn(fmt::format("left out tensor {}, which the model lacks", name));
   }

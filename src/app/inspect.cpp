@@ -1,7 +1,7 @@
 // marrow inspect: what a corpus, checkpoint, Hugging Face folder or tokenizer holds.
 #include <filesystem>
 
-#include "app/subcommands.h"
+#include "app/command_line.h"
 #include "data/indexed_corpus.h"
 #include "data/tokenizer.h"
 #include "train/checkpoint.h"

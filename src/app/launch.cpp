@@ -11,6 +11,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <random>
 #include <set>
 
 #include "ops/pch.h"
@@ -18,15 +19,6 @@
 
 namespace marrow {
 namespace {
-
-// The words of this process's command line, the program by its real path.
-std::vector<std::string> own_command() {
-  std::ifstream file("/proc/self/cmdline");
-  std::vector<std::string> words;
-  for (std::string word; std::getline(file, word, '\0');) words.push_back(word);
-  words.at(0) = std::filesystem::read_symlink("/proc/self/exe").string();
-  return words;
-}
 
 std::vector<std::string> mpirun_command(int64_t processes) {
   std::vector<std::string> words = {"mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"};
@@ -40,17 +32,20 @@ std::vector<std::string> mpirun_command(int64_t processes) {
     words.insert(words.end(), {"--mca", text.substr(0, space), text.substr(space + 1)});
   }
   words.insert(words.end(), {"--host", fmt::format("localhost:{}", processes), "-n", std::to_string(processes)});
-  const std::vector<std::string> own = own_command();
-  words.insert(words.end(), own.begin(), own.end());
+  // This process's own command line, the program by its real path.
+  const size_t program = words.size();
+  std::ifstream own("/proc/self/cmdline");
+  for (std::string word; std::getline(own, word, '\0');) words.push_back(word);
+  words.at(program) = std::filesystem::read_symlink("/proc/self/exe").string();
   return words;
 }
 
 // Starts `words` with standard error into `pipe_end`. It dies with this process.
-pid_t start_child(const std::vector<std::string>& words, int pipe_end) {
+pid_t start_child(const std::vector<std::string>& words, const std::string& launcher, int pipe_end) {
   std::vector<char*> arguments;
   for (const std::string& word : words) arguments.push_back(const_cast<char*>(word.c_str()));
   arguments.push_back(nullptr);
-  setenv(kLaunchedVariable, "1", 1);
+  setenv(kLaunchedVariable, launcher.c_str(), 1);
   const pid_t parent = getpid();
   const pid_t child = fork();
   if (child != 0) return child;
@@ -124,19 +119,14 @@ int64_t rank_in(const std::string& text) {
   return at == std::string::npos ? -1 : std::atoll(text.c_str() + at + kPhrase.size());
 }
 
-struct Outcome {
-  int status = 0;  // of waitpid
-  std::string kept_back;
-};
-
-Outcome supervise(pid_t child, int descriptor, StopSignal& stop) {
-  ErrorFilter filter;
-  Outcome outcome;
+// Until `child` has ended; returns its status, of waitpid.
+int supervise(pid_t child, int descriptor, StopSignal& stop, ErrorFilter& filter) {
+  int status = 0;
   std::set<pid_t> told;
   for (bool running = true; running;) {
     pollfd ready{descriptor, POLLIN, 0};
     poll(&ready, 1, 100);
-    running = waitpid(child, &outcome.status, WNOHANG) == 0;
+    running = waitpid(child, &status, WNOHANG) == 0;
     std::array<char, 65536> bytes;
     for (ssize_t got = 0; (got = read(descriptor, bytes.data(), bytes.size())) > 0;) {
       filter.take({bytes.data(), static_cast<size_t>(got)});
@@ -147,8 +137,7 @@ Outcome supervise(pid_t child, int descriptor, StopSignal& stop) {
     }
   }
   filter.finish();
-  outcome.kept_back = filter.kept_back();
-  return outcome;
+  return status;
 }
 
 }  // namespace
@@ -157,32 +146,32 @@ bool launched() { return std::getenv(kLaunchedVariable) != nullptr; }
 
 int launch_ranks(int64_t processes, const std::string& run_folder, StopSignal& stop,
                  const std::function<std::string(int64_t)>& rank_text) {
-  std::filesystem::remove(run_folder + "/ranks/first-error");  // of an earlier run
+  const std::string launcher = fmt::format("{}-{:x}", getpid(), std::random_device()());
   std::array<int, 2> ends{};
   MARROW_CHECK(pipe2(ends.data(), O_CLOEXEC | O_NONBLOCK) == 0, ExitCode::kDeviceFault,
                Fix("raise the limit of open files"), "no pipe: {}", std::strerror(errno));
   fcntl(ends[1], F_SETFL, 0);  // the ranks' end blocks
-  const pid_t child = start_child(mpirun_command(processes), ends[1]);
+  const pid_t child = start_child(mpirun_command(processes), launcher, ends[1]);
   close(ends[1]);
-  const Outcome outcome = supervise(child, ends[0], stop);
+  ErrorFilter filter;
+  const int status = supervise(child, ends[0], stop, filter);
   close(ends[0]);
-  const int code = WIFEXITED(outcome.status) ? WEXITSTATUS(outcome.status) : 128 + WTERMSIG(outcome.status);
+  const int code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
   if (code == 0) return 0;
-  const FirstError first = read_first_error(run_folder);
+  const FirstError first = read_first_error(run_folder, launcher);  // not that of another run
   if (first.code != 0 && !(first.vanished && code > 128)) {
     std::fputs(first.text.c_str(), stderr);
     return first.code;
   }
   if (code > 128) {
-    const int64_t rank = rank_in(outcome.kept_back);
+    const int64_t rank = rank_in(filter.kept_back());
     MARROW_THROW(ExitCode::kDeviceFault,
                  Fix("the kernel kills (signal 9) when memory runs out: dmesg tells; a crash is a defect of marrow"),
                  "{} was ended by signal {} ({})", rank < 0 ? "a rank" : rank_text(rank), code - 128,
                  strsignal(code - 128));
   }
-  const bool told_by_rank = code >= 2 && code <= 5;
-  if (told_by_rank) return code;
-  std::fputs(outcome.kept_back.c_str(), stderr);
+  if (code >= 2 && code <= 5) return code;  // a rank told its error
+  std::fputs(filter.kept_back().c_str(), stderr);
   MARROW_THROW(ExitCode::kDeviceFault, Fix("install Open MPI (./dev setup); what mpirun said stands above"),
                "mpirun ended with exit code {}", code);
 }

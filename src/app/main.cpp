@@ -8,16 +8,17 @@
 #include <cstdio>
 #include <thread>
 
+#include "app/command_line.h"
 #include "app/failure.h"
-#include "app/subcommands.h"
 #include "parallel/bootstrap.h"
 
-namespace {
+namespace marrow {
 
-using marrow::Error;
-using marrow::ExitCode;
-using marrow::Fix;
-using marrow::Subcommand;
+// One file of src/app each.
+Subcommand tokenize_command(), pretrain_command(), eval_command(), generate_command(), export_command(),
+    import_command(), inspect_command(), report_command(), plan_command(), estimate_command(), doctor_command();
+
+namespace {
 
 // OpenMP threads that spin while they wait cost a factor of ten where cores are busy. The runtime
 // reads its environment when the program loads, before main, and libc forgets a setenv made that
@@ -42,9 +43,9 @@ __attribute__((no_sanitize("address", "undefined"))) void wait_passively(int, ch
 __attribute__((section(".preinit_array"), used)) void (*const kBeforeLibraries)(int, char**, char**) = wait_passively;
 
 std::vector<Subcommand> all_commands() {
-  return {marrow::tokenize_command(), marrow::pretrain_command(), marrow::eval_command(),    marrow::generate_command(),
-          marrow::export_command(),   marrow::import_command(),   marrow::inspect_command(), marrow::report_command(),
-          marrow::plan_command(),     marrow::estimate_command(), marrow::doctor_command()};
+  return {tokenize_command(), pretrain_command(), eval_command(),    generate_command(),
+          export_command(),   import_command(),   inspect_command(), report_command(),
+          plan_command(),     estimate_command(), doctor_command()};
 }
 
 std::string overview(const std::vector<Subcommand>& commands) {
@@ -72,16 +73,16 @@ int dispatch(const std::vector<std::string>& words) {
   for (const Subcommand& command : commands) {
     names.push_back(command.name);
     if (command.name != name) continue;
-    const marrow::CommandLine args(command, {words.begin() + 1, words.end()});
+    const CommandLine args(command, {words.begin() + 1, words.end()});
     if (args.help()) {
-      std::fputs(marrow::help_text(command).c_str(), stdout);
+      std::fputs(help_text(command).c_str(), stdout);
       return 0;
     }
     return command.run(args);
   }
-  const std::string nearest = marrow::nearest_match(name, names);
+  const std::string nearest = nearest_match(name, names);
   MARROW_THROW(ExitCode::kUsage, Fix(nearest.empty() ? "see marrow --help" : "did you mean marrow " + nearest + "?"),
-               "{} is not a subcommand; there are {}", marrow::json_quote(name), fmt::join(names, ", "));
+               "{} is not a subcommand; there are {}", json_quote(name), fmt::join(names, ", "));
 }
 
 int report_error(const Error& error, bool json) {
@@ -90,18 +91,19 @@ int report_error(const Error& error, bool json) {
 }
 
 }  // namespace
+}  // namespace marrow
 
 int main(int argc, char** argv) {
   const std::vector<std::string> words(argv + 1, argv + argc);
   const bool json = std::find(words.begin(), words.end(), "--json") != words.end();
   std::signal(SIGXFSZ, SIG_IGN);  // past `ulimit -f` a write fails with an error that we report
   try {
-    return dispatch(words);
+    return marrow::dispatch(words);
   } catch (const marrow::PeerFailure& failure) {
     // The launcher ends all ranks when the first one ends: the failing one has its error to tell.
     std::this_thread::sleep_for(std::chrono::milliseconds(300));
     return failure.code;
   } catch (...) {
-    return report_error(marrow::current_error(), json);
+    return marrow::report_error(marrow::current_error(), json);
   }
 }

@@ -2,22 +2,26 @@
 #include <filesystem>
 
 #include "app/planned_run.h"
-#include "app/subcommands.h"
 #include "base/files.h"
 #include "parallel/mesh.h"
 #include "pipeline/action_timer.h"
 #include "pipeline/layer_placement.h"
-#include "train/pretrain_loop.h"
 
 namespace marrow {
 namespace {
 
 constexpr double kWidth = 1600, kRow = 26, kLeft = 70, kTop = 56;
-constexpr std::pair<ActionKind, const char*> kColours[] = {{ActionKind::kForward, "#4a90d9"},
-                                                           {ActionKind::kBackward, "#e0812e"},
-                                                           {ActionKind::kBackwardInput, "#e9b44c"},
-                                                           {ActionKind::kWeightGrad, "#7fb069"},
-                                                           {ActionKind::kForwardBackward, "#8e6bbf"}};
+
+struct Kind {
+  ActionKind kind;
+  const char* colour;
+  double ChunkTimes::*seconds;
+};
+constexpr Kind kKinds[] = {{ActionKind::kForward, "#4a90d9", &ChunkTimes::forward},
+                           {ActionKind::kBackward, "#e0812e", &ChunkTimes::backward},
+                           {ActionKind::kBackwardInput, "#e9b44c", &ChunkTimes::backward_input},
+                           {ActionKind::kWeightGrad, "#7fb069", &ChunkTimes::weight_grad},
+                           {ActionKind::kForwardBackward, "#8e6bbf", &ChunkTimes::pair}};
 
 struct Plan {
   PipelineShape shape;
@@ -72,10 +76,8 @@ std::vector<std::vector<TimedAction>> read_timelines(const std::string& stem, co
 }
 
 Plan make_plan(const CommandLine& args) {
-  const PretrainConfig config = read_planned_config(args);
+  const auto [config, model] = open_planned_run(args);
   const auto& mesh = config.mesh;
-  const auto model = open_model(Json::read_file(config.model.config, ExitCode::kUsage));
-  check_model_fits(config, model->shape());
   const int64_t tokens = config.train.micro_batch * config.data.seq_len / mesh.cp;
   const ModelCosts costs = model_costs(*model, config.data.seq_len, tokens, mesh.ep);
   Plan plan;
@@ -104,7 +106,7 @@ std::string to_svg(const Plan& plan) {
       kWidth, kTop + kRow * static_cast<double>(plan.timeline.ranks.size()) + 10, kLeft, plan.timeline.ranks.size(),
       plan.micro_batches, plan.timeline.makespan, 100 * plan.timeline.bubble_share());
   double x = kLeft;
-  for (const auto& [kind, colour] : kColours) {  // the legend; rectangles are actions alone
+  for (const auto& [kind, colour, seconds] : kKinds) {  // the legend; rectangles are actions alone
     svg += fmt::format(
         "<circle cx=\"{}\" cy=\"36\" r=\"6\" fill=\"{}\"/><text x=\"{}\" y=\"40\" fill=\"#888\">{}</text>\n", x + 6,
         colour, x + 18, action_name(kind));
@@ -120,7 +122,7 @@ std::string to_svg(const Plan& plan) {
       svg += fmt::format(
           "<rect x=\"{:.2f}\" y=\"{}\" width=\"{:.2f}\" height=\"{}\" fill=\"{}\" fill-opacity=\"{}\" stroke=\"#fff\" "
           "stroke-width=\"0.5\"><title>rank {}: {}, chunk {}, {:.6f} to {:.6f} s</title></rect>\n",
-          left, y, width, kRow - 4, kColours[static_cast<size_t>(action.kind)].second, pass.slot == 0 ? 1 : 0.6, rank,
+          left, y, width, kRow - 4, kKinds[static_cast<size_t>(action.kind)].colour, pass.slot == 0 ? 1 : 0.6, rank,
           to_text(action), plan.shape.chunk_at(plan.pipeline_ranks[rank], pass.slot), timed.start, timed.end);
       if (width < 14) continue;
       svg += fmt::format("<text x=\"{:.2f}\" y=\"{}\" text-anchor=\"middle\" pointer-events=\"none\">{}</text>\n",
@@ -148,20 +150,19 @@ int run_plan(const CommandLine& args) {
     const RankTimeline& line = plan.timeline.ranks[rank];
     const int64_t p = plan.pipeline_ranks[rank];
     const double bubble = line.idle / plan.timeline.makespan;
-    std::string layers, layers_json;
+    std::string layers = rank == 0 ? "embedding" : "";
+    std::vector<std::array<int64_t, 2>> ranges;
     for (int64_t slot = 0; slot < plan.shape.slots(); ++slot) {
       const LayerRange& range = plan.layers[plan.shape.chunk_at(p, slot)];
-      layers += fmt::format("{}{}-{}", slot == 0 ? "" : ", ", range.begin, range.end - 1);
-      layers_json += fmt::format("{}[{}, {}]", slot == 0 ? "" : ", ", range.begin, range.end - 1);
+      layers += fmt::format("{}{}-{}", layers.empty() ? "" : ", ", range.begin, range.end - 1);
+      ranges.push_back({range.begin, range.end - 1});
     }
-    if (p == 0) layers = "embedding, " + layers;
     if (p == plan.shape.rank_of(plan.shape.chunks() - 1)) layers += ", head";
     text += fmt::format("rank {}: layers {}; bubble {:.1f} %; at most {} chunk forwards live\n", rank, layers,
                         100 * bubble, line.peak_live);
     JsonWriter json;
-    json.field("rank", rank).raw("layers", "[" + layers_json + "]");
-    json.field("bubble_share", bubble, "peak_live", line.peak_live, "peak_deferred", line.peak_deferred, "actions",
-               line.actions.size());
+    json.field("rank", rank, "layers", ranges, "bubble_share", bubble, "peak_live", line.peak_live, "peak_deferred",
+               line.peak_deferred, "actions", line.actions.size());
     ranks += (rank == 0 ? "" : ", ") + json.text();
     actions += line.actions.size();
   }

@@ -1,7 +1,7 @@
 // marrow pretrain: trains a model as RUN.toml says.
+#include "app/command_line.h"
 #include "app/failure.h"
 #include "app/launch.h"
-#include "app/subcommands.h"
 #include "train/pretrain_loop.h"
 #include "train/run_report.h"
 
@@ -16,21 +16,7 @@ int launch(const CommandLine& args, StopSignal& stop) {
   const int64_t processes = args.integer("processes", 1, 4096);
   PretrainConfig config = read_config(args);
   resolve_mesh(config, processes);
-  const PretrainConfig::MeshSizes& mesh = config.mesh;
-  const MeshShape shape{mesh.pp, mesh.dp, mesh.cp, mesh.ep, mesh.replicate};
-  return launch_ranks(processes, config.log.dir, stop, [&](int64_t rank) { return Mesh(shape, rank).text(); });
-}
-
-void check_processes(const CommandLine& args, const Bootstrap& bootstrap) {
-  MARROW_CHECK(!args.has("processes") || args.integer("processes", 1) == bootstrap.size(), ExitCode::kUsage,
-               Fix("leave out --processes where a launcher starts the ranks"), "--processes {} in a run of {}",
-               args.text("processes"), bootstrap.size());
-}
-
-void finish(const CommandLine& args, const PretrainConfig& config, int64_t step, bool stopped) {
-  write_run_report(config.log.dir);
-  args.print(fmt::format("{} at step {}; {}", stopped ? "stopped" : "done", step, config.log.dir),
-             JsonWriter().field("step", step, "dir", config.log.dir, "stopped", stopped));
+  return launch_ranks(processes, config.log.dir, stop, [&](int64_t rank) { return Mesh(config.mesh, rank).text(); });
 }
 
 int run_pretrain(const CommandLine& args) {
@@ -41,14 +27,19 @@ int run_pretrain(const CommandLine& args) {
   StopSignal stop;  // before libtorch starts threads: they inherit the blocked signals
   if (args.has("processes") && !launched()) return launch(args, stop);
   const std::unique_ptr<Bootstrap> bootstrap = make_bootstrap();
-  check_processes(args, *bootstrap);
+  MARROW_CHECK(!args.has("processes") || args.integer("processes", 1) == bootstrap->size(), ExitCode::kUsage,
+               Fix("leave out --processes where a launcher starts the ranks"), "--processes {} in a run of {}",
+               args.text("processes"), bootstrap->size());
   PretrainConfig config;
   run_together(*bootstrap, [&] { config = read_config(args); });
   RunRecords records(args.json());
   try {
     PretrainLoop loop(config, *bootstrap, records, args.logger());
     const int64_t step = loop.run(stop);
-    if (bootstrap->rank() == 0) finish(args, config, step, loop.stopped());
+    if (bootstrap->rank() != 0) return 0;
+    write_run_report(config.log.dir);
+    args.print(fmt::format("{} at step {}; {}", loop.stopped() ? "stopped" : "done", step, config.log.dir),
+               JsonWriter().field("step", step, "dir", config.log.dir, "stopped", loop.stopped()));
   } catch (const PeerFailure&) {
     throw;
   } catch (...) {

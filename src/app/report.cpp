@@ -1,5 +1,5 @@
 // marrow report: a run folder's numbers as one HTML page.
-#include "app/subcommands.h"
+#include "app/command_line.h"
 #include "train/run_report.h"
 
 namespace marrow {

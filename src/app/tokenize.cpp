@@ -1,7 +1,7 @@
 // marrow tokenize: text files to a corpus.
 #include <unistd.h>
 
-#include "app/subcommands.h"
+#include "app/command_line.h"
 #include "base/stop_signal.h"
 #include "data/tokenize_corpus.h"
 

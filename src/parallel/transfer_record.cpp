@@ -102,10 +102,8 @@ void RunRecords::open(const std::string& folder, Bootstrap& bootstrap, const std
   timeout_ = timeout_seconds;
   run_together(bootstrap, [&] {
     if (bootstrap.rank() != 0) return;
-    std::filesystem::create_directories(folder);
-    lock_.emplace(folder + "/ranks-lock", Fix("wait for the other run, or give this one another log.dir"));
     std::filesystem::remove_all(folder_);  // of an earlier run
-    std::filesystem::create_directory(folder_);
+    std::filesystem::create_directories(folder_);
   });
   run_together(bootstrap, [&] { map_mine(who); });
   run_together(bootstrap, [&] {
@@ -188,14 +186,15 @@ void RunRecords::end(Error error, bool vanished) const {
   const std::string text = json_ ? error.to_json() + "\n" : error.to_text();
   const int code = static_cast<int>(error.report().code);
   const std::string own = fmt::format("{}/error-{:04}", folder_, bootstrap_->rank());
+  const char* launcher = std::getenv(kLaunchedVariable);
   bool written = false;
   if (std::FILE* file = std::fopen(own.c_str(), "w")) {
-    fmt::print(file, "{}{}\n{}", code, vanished ? " vanished" : "", text);
+    fmt::print(file, "{} {}{}\n{}", code, launcher == nullptr ? "" : launcher, vanished ? " vanished" : "", text);
     written = std::fclose(file) == 0;
   }
   const bool first = !written || link(own.c_str(), first_error_path(folder_).c_str()) == 0 || errno != EEXIST;
   if (!first) follow_first_error();
-  if (!written || std::getenv(kLaunchedVariable) == nullptr) {
+  if (!written || launcher == nullptr) {
     std::fflush(nullptr);
     std::fputs(text.c_str(), stderr);
   }
@@ -266,12 +265,13 @@ void RunRecords::find_dead() const {
   }
 }
 
-FirstError read_first_error(const std::string& run_folder) {
+FirstError read_first_error(const std::string& run_folder, std::string_view launcher) {
   const std::string path = first_error_path(run_folder + "/ranks");
   if (!std::filesystem::exists(path)) return {};
   const std::string text = read_text_file(path);
-  const size_t line_end = text.find('\n');
-  return {std::atoi(text.c_str()), text.substr(0, line_end).ends_with("vanished"), text.substr(line_end + 1)};
+  const std::string line = text.substr(0, text.find('\n'));
+  if (line.find(launcher) == std::string::npos) return {};
+  return {std::atoi(line.c_str()), line.ends_with("vanished"), text.substr(line.size() + 1)};
 }
 
 }  // namespace marrow

@@ -47,7 +47,7 @@ class RunRecords {
   RunRecords& operator=(const RunRecords&) = delete;
 
   // Every rank calls it at the same point of the start. `who`: "rank 5 (pp 1, …)". This object lives until the
-  // last communication. Error: kUsage where another run uses `folder`.
+  // last communication. No other run uses `folder`: who calls this holds its lock.
   void open(const std::string& folder, Bootstrap& bootstrap, const std::string& who, double timeout_seconds);
 
   // A slot for a communicator (once open); this object outlives it. The watchdog calls its probe, if it has one, each
@@ -58,7 +58,7 @@ class RunRecords {
   std::string table() const;
 
   // Ends this process with the error's code, and by that the run. Of all ranks that fail the first one's
-  // error is shown: it stands in RUN/ranks/first-error (line 1: exit code), and on standard error unless
+  // error is shown: it stands in RUN/ranks/first-error (line 1: exit code, launcher), and on standard error unless
   // marrow --processes started the ranks and shows it at the end. Before open(): throws the error.
   [[noreturn]] void fail(Error error) const;
 
@@ -83,7 +83,6 @@ class RunRecords {
   std::string folder_;  // RUN/ranks
   std::string host_;    // of this process
   Bootstrap* bootstrap_ = nullptr;
-  std::optional<FileLock> lock_;    // of rank 0
   std::shared_ptr<RankFile> mine_;  // shared with the file; null until open()
   std::vector<MappedFile> files_;   // of all ranks
   std::mutex mutex_;                // guards the rest
@@ -100,9 +99,10 @@ struct FirstError {
   bool vanished = false;  // a peer was found dead: who started the ranks may know more
   std::string text;
 };
-FirstError read_first_error(const std::string& run_folder);
+// Of ranks that `launcher` started; "": whoever did.
+FirstError read_first_error(const std::string& run_folder, std::string_view launcher = "");
 
-// Set in the environment of ranks by `marrow pretrain --processes`.
+// Set in the environment of ranks by `marrow pretrain --processes`, to a text that no other launch has.
 inline constexpr const char* kLaunchedVariable = "MARROW_LAUNCHED";
 
 }  // namespace marrow

@@ -9,27 +9,17 @@ namespace fs = std::filesystem;
 namespace {
 
 constexpr const char* kTrainerState = "trainer_state.json";
-constexpr const char* kRouterState = "router_state.safetensors";
 
-constexpr int64_t kAlignment = 64;
-
-int64_t aligned_bytes(const at::Tensor& values) {
-  return (static_cast<int64_t>(values.nbytes()) + kAlignment - 1) / kAlignment * kAlignment;
+// Calls visit(values, suffix of their name) for what the range has.
+template <typename Range, typename Visit>
+void each_part(Range& range, Visit visit) {
+  if (range.master.defined()) visit(range.master, "");
+  if (range.exp_avg.defined()) visit(range.exp_avg, ".exp_avg");
+  if (range.exp_avg_sq.defined()) visit(range.exp_avg_sq, ".exp_avg_sq");
 }
 
-// A whole safetensors file in memory, for state of a few kilobytes.
-std::string small_file(const std::vector<NamedTensor>& tensors) {
-  std::vector<StoredTensor> declarations;
-  for (const NamedTensor& entry : tensors) {
-    declarations.push_back({{entry.name, entry.tensor.sizes().vec()}, entry.tensor.scalar_type()});
-  }
-  std::string text = layout_safetensors(kRouterState, declarations).header;
-  for (const NamedTensor& entry : tensors) {
-    const at::Tensor values = entry.tensor.detach().cpu().contiguous();
-    text.append(static_cast<const char*>(values.const_data_ptr()), values.nbytes());
-  }
-  return text;
-}
+// With a gap after them, so that the next ones are aligned.
+int64_t aligned_bytes(const at::Tensor& values) { return (static_cast<int64_t>(values.nbytes()) + 63) / 64 * 64; }
 
 }  // namespace
 
@@ -57,86 +47,66 @@ void CheckpointWriter::poll() {
   if (done) finish();
 }
 
-std::vector<CheckpointWriter::Piece> CheckpointWriter::pieces_of(const std::vector<OwnedRange>& ranges) {
-  std::vector<Piece> pieces;
-  for (const OwnedRange& range : ranges) {
-    const auto add = [&](const at::Tensor& values, const char* suffix) {
-      if (!values.defined()) return;
-      pieces.push_back({range.tensor->name + suffix, range.begin, values.detach()});
-    };
-    add(range.master, "");
-    add(range.exp_avg, ".exp_avg");
-    add(range.exp_avg_sq, ".exp_avg_sq");
-  }
-  return pieces;
-}
-
-// Moves the pieces into one host buffer; false where that does not fit beside all else.
-bool CheckpointWriter::copy_to_host(std::vector<Piece>& pieces) {
+// Moves the values into one host buffer; false where that does not fit beside all else.
+bool CheckpointWriter::copy_to_host(std::vector<OwnedRange>& ranges) {
   int64_t bytes = 0;
-  const Piece* last_on_device = nullptr;
-  for (const Piece& piece : pieces) {
-    bytes += aligned_bytes(piece.values);
-    if (!piece.values.is_cpu()) last_on_device = &piece;
+  const at::Tensor* last_on_device = nullptr;
+  for (OwnedRange& range : ranges) {
+    each_part(range, [&](at::Tensor& values, const char*) {
+      bytes += aligned_bytes(values);
+      if (!values.is_cpu()) last_on_device = &values;
+    });
   }
   if (!host_.defined() || host_.numel() < bytes) {
     const int64_t available = available_memory_bytes(at::kCPU) / options_.ranks_on_host;
     if (bytes > available / 10 * 9) {
-      log_.info(
-          fmt::format("saving synchronously: a copy takes {} bytes of host memory, of which "
-                      "{} are free for this rank",
-                      bytes, available));
+      log_.info(fmt::format("saving synchronously: a copy takes {} bytes of host memory, {} are free for this rank",
+                            bytes, available));
       return false;
     }
     host_ = at::empty({bytes}, at::TensorOptions(at::kByte).pinned_memory(last_on_device != nullptr));
   }
   int64_t position = 0;
-  for (Piece& piece : pieces) {
-    const at::Tensor copy =
-        host_.narrow(0, position, static_cast<int64_t>(piece.values.nbytes())).view(piece.values.scalar_type());
-    position += aligned_bytes(piece.values);
-    // Copies of one stream are done in order: the last one blocks, and so waits for all.
-    copy.copy_(piece.values, /*non_blocking=*/&piece != last_on_device);
-    piece.values = copy;
+  for (OwnedRange& range : ranges) {
+    each_part(range, [&](at::Tensor& values, const char*) {
+      const at::Tensor copy =
+          host_.narrow(0, position, static_cast<int64_t>(values.nbytes())).view(values.scalar_type());
+      position += aligned_bytes(values);
+      // Copies of one stream are done in order: the last one blocks, and so waits for all.
+      copy.copy_(values, /*non_blocking=*/&values != last_on_device);
+      values = copy;
+    });
   }
   return true;
 }
 
-void CheckpointWriter::save(const CheckpointContent& content) {
+void CheckpointWriter::save(CheckpointContent content) {
   finish();
   ++saves_;
-  std::vector<Piece> pieces = pieces_of(content.ranges);
-  std::vector<SideFile> side_files = content.side_files;
-  side_files.push_back({kTrainerState, to_json(content.state) + "\n"});
-  if (!content.router_state.empty()) {
-    side_files.push_back({kRouterState, small_file(content.router_state)});
-  }
-  if (!options_.async || !copy_to_host(pieces)) {
-    write(pieces, content.state.step, side_files);
+  content.side_files.push_back({kTrainerState, to_json(content.state) + "\n"});
+  if (!options_.async || !copy_to_host(content.ranges)) {
+    write(content);
     return;
   }
-  pending_ = std::async(std::launch::async, [this, pieces = std::move(pieces), step = content.state.step,
-                                             side_files = std::move(side_files)] { write(pieces, step, side_files); });
+  pending_ = std::async(std::launch::async, [this, content = std::move(content)] { write(content); });
 }
 
-void CheckpointWriter::write(const std::vector<Piece>& pieces, int64_t step,
-                             const std::vector<SideFile>& side_files) try {
-  CheckpointFiles files(step_folder(options_.dir, step), model_, options_.state_dtype, options_.max_shard_bytes);
-  const std::string save = fmt::format("{}-{}", options_.run, saves_);
-  const bool first = options_.rank == 0;
-  if (first) {
-    remove_stale_staging(options_.dir);
-    files.create(save);
-  } else {
-    files.join(save, options_.timeout_seconds);
+void CheckpointWriter::write(const CheckpointContent& content) try {
+  const std::string folder = step_folder(options_.dir, content.state.step);
+  CheckpointFiles files(folder, model_, options_.state_dtype, options_.max_shard_bytes);
+  if (options_.rank == 0) remove_stale_staging(options_.dir);
+  files.open(options_.rank, fmt::format("{}-{}", options_.run, saves_), options_.timeout_seconds);
+  for (const OwnedRange& range : content.ranges) {
+    each_part(range, [&](const at::Tensor& values, const char* suffix) {
+      files.write(range.tensor->name + suffix, range.begin, values.detach());
+    });
   }
-  for (const Piece& piece : pieces) files.write(piece.name, piece.begin, piece.values);
-  files.finish_writing(options_.rank);
-  if (!first) return;
-  files.publish(side_files, options_.ranks, options_.timeout_seconds);
-  remove_old_checkpoints(options_.dir, options_.keep, files.folder());
+  files.finish_writing();
+  if (options_.rank != 0) return;
+  files.publish(content.side_files, options_.ranks, options_.timeout_seconds);
+  remove_old_checkpoints(options_.dir, options_.keep, folder);
 } catch (Error& error) {
-  throw error.add_who("saving " + step_folder(options_.dir, step));
+  throw error.add_who("saving " + step_folder(options_.dir, content.state.step));
 }
 
 Checkpoint::Checkpoint(const std::string& folder, const ContentCheck& check)
@@ -171,15 +141,6 @@ void Checkpoint::load_optimizer(const std::vector<OwnedRange>& ranges) const {
     load(range.exp_avg, ".exp_avg");
     load(range.exp_avg_sq, ".exp_avg_sq");
   }
-}
-
-std::vector<NamedTensor> Checkpoint::router_state() const {
-  const std::string path = folder_ + "/" + kRouterState;
-  if (!fs::exists(path)) return {};
-  const TensorFiles files({path});
-  std::vector<NamedTensor> tensors;
-  for (const std::string& name : files.names()) tensors.push_back({name, files.read_whole(name)});
-  return tensors;
 }
 
 std::optional<Checkpoint> newest_checkpoint(const std::string& dir, Logger& log, const ContentCheck& check) {

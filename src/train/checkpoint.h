@@ -1,6 +1,6 @@
 // Checkpoints that do not depend on the mesh. DIR/step-00000100/ holds model-*.safetensors (fp32
-// masters under the Hub's names), optimizer-*.safetensors, trainer_state.json,
-// router_state.safetensors, config.json, run.toml, tokenizer files and the marker COMPLETE.
+// masters under the Hub's names), optimizer-*.safetensors, trainer_state.json, router_state.json,
+// config.json, run.toml, tokenizer files and the marker COMPLETE.
 #pragma once
 #include <future>
 
@@ -11,17 +11,11 @@
 
 namespace marrow {
 
-struct NamedTensor {
-  std::string name;
-  at::Tensor tensor;
-};
-
 // What one save writes, as one rank sees it.
 struct CheckpointContent {
   TrainerState state;
-  std::vector<OwnedRange> ranges;         // of this rank; the ranks' together hold each element once
-  std::vector<NamedTensor> router_state;  // small, of all layers; rank 0's is written
-  std::vector<SideFile> side_files;       // config.json, run.toml, tokenizer files; rank 0's
+  std::vector<OwnedRange> ranges;    // of this rank; the ranks' together hold each element once
+  std::vector<SideFile> side_files;  // config.json, run.toml, router state, tokenizer files; rank 0's
 };
 
 struct CheckpointWriterOptions {
@@ -40,7 +34,7 @@ struct CheckpointWriterOptions {
 // and what goes wrong there is thrown by the next call of any member.
 class CheckpointWriter {
  public:
-  // `model`: every tensor of the model (checkpoint_tensors). `log` must outlive this.
+  // `model`: every tensor of the model (checkpoint_tensors). `log`, and what a save reads, must outlive this.
   CheckpointWriter(CheckpointWriterOptions options, std::vector<CheckpointTensor> model, Logger& log);
   ~CheckpointWriter();  // waits; errors are only logged: call finish() first
   CheckpointWriter(const CheckpointWriter&) = delete;
@@ -48,19 +42,13 @@ class CheckpointWriter {
 
   // Waits for the previous save, then saves as DIR/step-N. Collective. Errors: kDeviceFault for
   // the disk, with earlier checkpoints untouched and the temporary removed.
-  void save(const CheckpointContent& content);
+  void save(CheckpointContent content);
   void poll();    // throws the error of a save in the background, if it has failed by now
   void finish();  // waits for the save in the background and throws its error
 
  private:
-  struct Piece {
-    std::string name;
-    int64_t begin = 0;
-    at::Tensor values;
-  };
-  static std::vector<Piece> pieces_of(const std::vector<OwnedRange>& ranges);
-  bool copy_to_host(std::vector<Piece>& pieces);
-  void write(const std::vector<Piece>& pieces, int64_t step, const std::vector<SideFile>& side_files);
+  bool copy_to_host(std::vector<OwnedRange>& ranges);
+  void write(const CheckpointContent& content);
 
   CheckpointWriterOptions options_;
   std::vector<CheckpointTensor> model_;
@@ -79,11 +67,9 @@ class Checkpoint {
   const std::string& folder() const { return folder_; }
   const TrainerState& state() const { return state_; }
   const Json& config() const { return config_; }  // the model's config.json
-  std::vector<SideFile> tokenizer_files() const { return read_tokenizer_files(folder_); }
 
   // Fills exp_avg and exp_avg_sq where they are defined; their absence in the files is an error.
   void load_optimizer(const std::vector<OwnedRange>& ranges) const;
-  std::vector<NamedTensor> router_state() const;
 
  private:
   std::string folder_;

@@ -10,12 +10,10 @@ namespace marrow {
 namespace fs = std::filesystem;
 namespace {
 
-constexpr int64_t kWriteElements = int64_t{1} << 26;
-
-constexpr int64_t kCheckBytes = int64_t{1} << 24;
+constexpr int64_t kWriteElements = int64_t{1} << 26, kCheckBytes = int64_t{1} << 24;
+constexpr const char* kReadyNote = "ready";
 
 std::string written_note(int64_t rank) { return fmt::format("rank-{:05}.written", rank); }
-constexpr const char* kReadyNote = "ready";
 
 // Appears whole, but need not survive a power cut: no folder is flushed, which may be renamed at any moment.
 void leave_note(const std::string& path, const JsonWriter& note) {
@@ -50,13 +48,11 @@ uint32_t weight_of(uint64_t word) {
   return (mixed ^ mixed >> 15) | 1u;
 }
 
-bool is_complete(const std::string& folder) {
-  try {
-    check_complete(folder);
-    return true;
-  } catch (const Error&) {
-    return false;
-  }
+bool is_complete(const std::string& folder) try {
+  check_complete(folder);
+  return true;
+} catch (const Error&) {
+  return false;
 }
 
 // Hidden first, so that a kill half-way leaves no damaged checkpoint behind.
@@ -85,25 +81,26 @@ CheckpointFiles::CheckpointFiles(std::string folder, const std::vector<Checkpoin
     const HubTensor& tensor = entry.tensor;
     masters.push_back({tensor, at::kFloat});
     if (entry.exp_avg) states.push_back({{tensor.name + ".exp_avg", tensor.shape}, state_dtype});
-    if (entry.exp_avg_sq) {
-      states.push_back({{tensor.name + ".exp_avg_sq", tensor.shape}, state_dtype});
-    }
+    if (entry.exp_avg_sq) states.push_back({{tensor.name + ".exp_avg_sq", tensor.shape}, state_dtype});
   }
   layouts_ = layout_shards("model", masters, max_shard_bytes);
-  for (auto& layout : layout_shards("optimizer", states, max_shard_bytes)) {
-    layouts_.push_back(std::move(layout));
-  }
+  for (auto& layout : layout_shards("optimizer", states, max_shard_bytes)) layouts_.push_back(std::move(layout));
   checksums_.resize(layouts_.size());
   for (size_t i = 0; i < layouts_.size(); ++i) {
     for (const StoredTensor& tensor : layouts_[i].tensors) {
-      places_.emplace(tensor.name, Place{i, &tensor});
+      places_.emplace(tensor.name, std::pair(i, &tensor));
       tensor_bytes_ += tensor.end - tensor.begin;
     }
   }
 }
 
-void CheckpointFiles::create(const std::string& save) {
+void CheckpointFiles::open(int64_t rank, const std::string& save, double timeout_seconds) {
   save_ = save;
+  rank_ = rank;
+  if (rank != 0) {
+    wait_for_note(staged(kReadyNote), save, timeout_seconds);
+    return;
+  }
   staging_.emplace(folder_, tensor_bytes_);
   for (size_t i = 0; i < layouts_.size(); ++i) {
     const SafetensorsLayout& layout = layouts_[i];
@@ -116,11 +113,6 @@ void CheckpointFiles::create(const std::string& save) {
   leave_note(staged(kReadyNote), JsonWriter().field("save", save));
 }
 
-void CheckpointFiles::join(const std::string& save, double timeout_seconds) {
-  save_ = save;
-  wait_for_note(staged(kReadyNote), save, timeout_seconds);
-}
-
 void CheckpointFiles::write(const std::string& name, int64_t begin, const at::Tensor& values) {
   const auto found = places_.find(name);
   MARROW_CHECK(found != places_.end(), ExitCode::kUsage, Fix("this is a defect: list the tensor in checkpoint_tensors"),
@@ -129,9 +121,8 @@ void CheckpointFiles::write(const std::string& name, int64_t begin, const at::Te
   MARROW_CHECK(values.dim() == 1 && begin >= 0 && begin + values.numel() <= tensor->elements() &&
                    values.scalar_type() == tensor->dtype,
                ExitCode::kUsage, Fix("this is a defect: check the owned ranges and their dtypes"),
-               "{} at element {} does not fit {} {} {}",
-               fmt::format("{} {}", at::toString(values.scalar_type()), shape_text(values.sizes())), begin, name,
-               dtype_name(tensor->dtype), shape_text(tensor->shape));
+               "{} {} at element {} does not fit {} {} {}", at::toString(values.scalar_type()),
+               shape_text(values.sizes()), begin, name, dtype_name(tensor->dtype), shape_text(tensor->shape));
   const int64_t width = static_cast<int64_t>(at::elementSize(tensor->dtype));
   OutputFile& output = open_.try_emplace(file, staged(layouts_[file].file_name), /*existing=*/true).first->second;
   for (int64_t done = 0; done < values.numel(); done += kWriteElements) {
@@ -145,13 +136,13 @@ void CheckpointFiles::write(const std::string& name, int64_t begin, const at::Te
   written_bytes_ += values.numel() * width;
 }
 
-void CheckpointFiles::finish_writing(int64_t rank) {
+void CheckpointFiles::finish_writing() {
   for (auto& [index, file] : open_) {
     file.sync();
     file.close();
   }
   open_.clear();
-  leave_note(staged(written_note(rank)),
+  leave_note(staged(written_note(rank_)),
              JsonWriter().field("save", save_, "bytes", written_bytes_, "checksums",
                                 std::vector<int64_t>(checksums_.begin(), checksums_.end())));
 }
@@ -184,7 +175,7 @@ void CheckpointFiles::publish(const std::vector<SideFile>& side_files, int64_t r
     staging_->write_text(file.name, file.text);
     list(file.name, static_cast<int64_t>(file.text.size()), range_checksum(std::as_bytes(std::span(file.text)), 0));
   }
-  const std::string marker = JsonWriter().field("format", 2).raw("files", files.text()).text() + "\n";
+  const std::string marker = JsonWriter().field("format", 3).raw("files", files.text()).text() + "\n";
   // In place of an older checkpoint of the same step the marker comes along with the rename, so
   // that there is no moment without a complete one.
   const bool replaces = fs::exists(folder_);
@@ -199,15 +190,14 @@ std::string step_folder(const std::string& dir, int64_t step) {
 }
 
 std::vector<std::string> step_folders(const std::string& dir) {
-  std::vector<std::pair<int64_t, std::string>> found;
+  std::map<int64_t, std::string, std::greater<>> found;
   if (!fs::is_directory(dir)) return {};
   for (const auto& entry : fs::directory_iterator(dir)) {
     const std::string name = entry.path().filename().string();
     int64_t step = 0;
     if (std::sscanf(name.c_str(), "step-%" SCNd64, &step) != 1) continue;
-    if (step_folder(dir, step) == entry.path()) found.emplace_back(step, entry.path());
+    if (step_folder(dir, step) == entry.path()) found.emplace(step, entry.path());
   }
-  std::sort(found.rbegin(), found.rend());
   std::vector<std::string> folders;
   for (auto& [step, folder] : found) folders.push_back(std::move(folder));
   return folders;
@@ -218,16 +208,16 @@ void check_complete(const std::string& folder) {
   MARROW_CHECK(fs::exists(marker), ExitCode::kBadInput, Fix("use another checkpoint; this one's save was interrupted"),
                "{} is no complete checkpoint: it has no file {}", folder, kCompleteMarker);
   const Json text = Json::read_file(marker);
-  if (text.at("format").as_int() != 2) {
+  if (text.at("format").as_int() != 3) {
     text.fail("unknown format", Fix("use a checkpoint of this version of marrow, or import its export"));
   }
   for (const auto& [name, file] : text.at("files").items()) {
     const fs::path path = fs::path(folder) / name;
     const int64_t actual = fs::exists(path) ? static_cast<int64_t>(fs::file_size(path)) : 0;
     const int64_t saved = file.at("bytes").as_int();
-    MARROW_CHECK(fs::exists(path) && actual == saved, ExitCode::kBadInput,
-                 Fix("use another checkpoint; this one is damaged"),
-                 "checkpoint {} is damaged: {} has {} bytes, but was saved with {}", folder, name, actual, saved);
+    MARROW_CHECK(
+        fs::exists(path) && actual == saved, ExitCode::kBadInput, Fix("use another checkpoint; this one is damaged"),
+        "checkpoint {} is damaged: {} has {} bytes, but {} says {}", folder, name, actual, kCompleteMarker, saved);
   }
 }
 
@@ -251,24 +241,21 @@ void check_contents(const std::string& folder, const ContentCheck& check) {
 }
 
 uint64_t range_checksum(std::span<const std::byte> bytes, int64_t offset) {
+  const uint64_t first = static_cast<uint64_t>(offset);
+  size_t i = 0;
   uint64_t sum = 0;
-  const auto add_part_of_word = [&](size_t n) {  // its other bytes count as zeros
-    uint32_t word = 0;
-    std::memcpy(reinterpret_cast<std::byte*>(&word) + offset % 4, bytes.data(), n);
-    sum += uint64_t{word} * weight_of(static_cast<uint64_t>(offset) / 4);
-    bytes = bytes.subspan(n);
-    offset += static_cast<int64_t>(n);
+  const auto add_byte = [&] {  // the other bytes of its word count as zeros
+    sum += (uint64_t{static_cast<uint8_t>(bytes[i])} << 8 * ((first + i) % 4)) * weight_of((first + i) / 4);
+    ++i;
   };
-  if (offset % 4 != 0) add_part_of_word(std::min<size_t>(4 - offset % 4, bytes.size()));
-  const uint64_t first = static_cast<uint64_t>(offset) / 4, words = bytes.size() / 4;
-  for (uint64_t i = 0; i < words; ++i) {
+  while (i < bytes.size() && (first + i) % 4 != 0) add_byte();
+  const uint64_t first_word = (first + i) / 4, words = (bytes.size() - i) / 4;
+  for (uint64_t w = 0; w < words; ++w, i += 4) {
     uint32_t word = 0;
-    std::memcpy(&word, bytes.data() + 4 * i, 4);
-    sum += uint64_t{word} * weight_of(first + i);
+    std::memcpy(&word, bytes.data() + i, 4);
+    sum += uint64_t{word} * weight_of(first_word + w);
   }
-  bytes = bytes.subspan(4 * words);
-  offset += static_cast<int64_t>(4 * words);
-  if (!bytes.empty()) add_part_of_word(bytes.size());
+  while (i < bytes.size()) add_byte();
   return sum;
 }
 
@@ -276,9 +263,8 @@ void remove_old_checkpoints(const std::string& dir, int64_t keep, const std::str
   int64_t complete = 1;  // `saved`, which counts even where folders of higher steps exist
   for (const std::string& folder : step_folders(dir)) {
     if (fs::path(folder).filename() == fs::path(saved).filename()) continue;
-    const bool unmarked = !fs::exists(fs::path(folder) / kCompleteMarker);
     const bool surplus = keep > 0 && complete >= keep;
-    if (unmarked || surplus) {
+    if (surplus || !fs::exists(fs::path(folder) / kCompleteMarker)) {
       remove_checkpoint(folder);
     } else if (is_complete(folder)) {
       ++complete;
@@ -291,8 +277,7 @@ void remove_stale_staging(const std::string& dir) {
   std::error_code ignored;
   for (const auto& entry : fs::directory_iterator(dir)) {
     const std::string name = entry.path().filename().string();
-    const bool staging = name.starts_with(".step-") && name.ends_with(".tmp");
-    if (staging) fs::remove_all(entry.path(), ignored);
+    if (name.starts_with(".step-") && name.ends_with(".tmp")) fs::remove_all(entry.path(), ignored);
   }
 }
 

@@ -21,7 +21,7 @@ inline constexpr const char* kCompleteMarker = "COMPLETE";
 
 // Writes model-*.safetensors (fp32 masters) and optimizer-*.safetensors (NAME.exp_avg, NAME.exp_avg_sq). Files, headers
 // and offsets are a pure function of `tensors`, so what is written does not depend on who writes it:
-//   rank 0: create()   other ranks: join()   all: write(), finish_writing(rank)   rank 0: publish()
+//   all: open(), write(), finish_writing()   rank 0: publish()
 // Ranks meet through notes in the staging folder, which all must see: no communicator is used, so this may run beside
 // training. Where rank 0 does not come to publish(), its destructor removes what was written.
 class CheckpointFiles {
@@ -30,34 +30,29 @@ class CheckpointFiles {
   CheckpointFiles(std::string folder, const std::vector<CheckpointTensor>& tensors, at::ScalarType state_dtype,
                   int64_t max_shard_bytes = 5'000'000'000);
 
-  // `save` names this save, alike on all ranks and unlike any before it: notes of another are none.
-  void create(const std::string& save = "only");  // the staging folder with every file at its final size
-  void join(const std::string& save, double timeout_seconds);
+  // Rank 0 makes the staging folder with every file at its final size; the others wait for it. `save` names this save,
+  // alike on all ranks and unlike any before it: notes of another are none.
+  void open(int64_t rank = 0, const std::string& save = "only", double timeout_seconds = 0);
   // Elements [begin, begin + values.numel()) of "NAME", "NAME.exp_avg" or "NAME.exp_avg_sq", in
   // the dtype that is saved. values [n], any device.
   void write(const std::string& name, int64_t begin, const at::Tensor& values);
-  void finish_writing(int64_t rank);  // flushes what this rank wrote, notes how much
+  void finish_writing();  // flushes what this rank wrote, notes how much
   // Waits for ranks 0..ranks-1, checks that they wrote all bytes, flushes, renames, marks as complete.
-  void publish(const std::vector<SideFile>& side_files, int64_t ranks, double timeout_seconds = 0);
-
-  const std::string& folder() const { return folder_; }
+  void publish(const std::vector<SideFile>& side_files, int64_t ranks = 1, double timeout_seconds = 0);
 
  private:
-  struct Place {
-    size_t file = 0;
-    const StoredTensor* tensor = nullptr;
-  };
   std::string staged(const std::string& name) const { return staging_path(folder_) + "/" + name; }
   void gather_notes(int64_t ranks, double timeout_seconds);
 
   std::string folder_, save_;
+  int64_t rank_ = 0;
   std::vector<SafetensorsLayout> layouts_;
   std::vector<uint64_t> checksums_;  // of what this rank wrote, by index in layouts_
-  std::unordered_map<std::string_view, Place> places_;
-  std::map<size_t, OutputFile> open_;    // by index in layouts_
-  std::optional<StagedFolder> staging_;  // rank 0's
-  int64_t tensor_bytes_ = 0;             // of all tensors
-  int64_t written_bytes_ = 0;            // by this rank
+  std::unordered_map<std::string_view, std::pair<size_t, const StoredTensor*>> places_;  // with the index in layouts_
+  std::map<size_t, OutputFile> open_;                                                    // by index in layouts_
+  std::optional<StagedFolder> staging_;                                                  // rank 0's
+  int64_t tensor_bytes_ = 0;                                                             // of all tensors
+  int64_t written_bytes_ = 0;                                                            // by this rank
 };
 
 // "DIR/step-00000100"

@@ -1,6 +1,8 @@
 // What must hold between the keys of a run config.
 #include "ops/pch.h"
 
+#include <fmt/ranges.h>
+
 #include <filesystem>
 
 #include "train/pretrain_config.h"
@@ -8,55 +10,14 @@
 namespace marrow {
 namespace {
 
-void check_optimizer(const PretrainConfig& config) {
-  const PretrainConfig::Optimizer& o = config.optimizer;
-  const int64_t steps = config.train.steps;
-  MARROW_CHECK(o.warmup_steps <= steps && o.decay_steps <= steps - o.warmup_steps, ExitCode::kUsage,
-               Fix(fmt::format("lower optimizer.warmup_steps or optimizer.decay_steps, or raise "
-                               "train.steps to {}",
-                               o.warmup_steps + o.decay_steps)),
-               "optimizer.warmup_steps {} + optimizer.decay_steps {} exceed train.steps {}", o.warmup_steps,
-               o.decay_steps, steps);
-  MARROW_CHECK(o.name != OptimizerName::kMuon || o.state_dtype == TrainDtype::kFp32, ExitCode::kUsage,
-               Fix("set optimizer.state_dtype = \"fp32\", or optimizer.name = \"adamw\""),
-               "optimizer.state_dtype \"bf16\" does not go with optimizer.name \"muon\"");
-  MARROW_CHECK(o.min_lr <= o.lr, ExitCode::kUsage, Fix("set optimizer.min_lr below optimizer.lr"),
-               "optimizer.min_lr {} is above optimizer.lr {}", o.min_lr, o.lr);
-  MARROW_CHECK(o.schedule != LearningRateSchedule::kConstant || o.decay_steps == 0, ExitCode::kUsage,
-               Fix("set optimizer.schedule to \"wsd\" or \"cosine\", or leave out decay_steps"),
-               "optimizer.decay_steps {} has no meaning with optimizer.schedule \"constant\"", o.decay_steps);
-}
-
 void check_corpus_exists(const std::string& prefix, const std::string& key) {
   for (const char* ending : {".bin", ".idx"}) {
     MARROW_CHECK(std::filesystem::exists(prefix + ending), ExitCode::kUsage,
-                 Fix(fmt::format("set {} to the prefix of a corpus (without .bin), or make it: "
-                                 "marrow tokenize --tokenizer bytes --input PATH --output {}",
-                                 key, prefix)),
+                 Fix("set {0} to the prefix of a corpus (without .bin), or make it: marrow tokenize --tokenizer bytes "
+                     "--input PATH --output {1}",
+                     key, prefix),
                  "{}: {}{} does not exist", key, prefix, ending);
   }
-}
-
-void check_paths(const PretrainConfig& config, bool needs_inputs) {
-  MARROW_CHECK(std::filesystem::is_regular_file(config.model.config), ExitCode::kUsage,
-               Fix("set model.config to a config.json; configs/models has some"), "model.config: {} is no file",
-               json_quote(config.model.config));
-  if (!needs_inputs) return;
-  MARROW_CHECK(config.model.init_from.empty() || std::filesystem::exists(config.model.init_from), ExitCode::kUsage,
-               Fix("set model.init_from to a checkpoint or a Hugging Face folder"),
-               "model.init_from: {} does not exist", json_quote(config.model.init_from));
-  for (const DataSource& source : config.data.train) check_corpus_exists(source.path, "data.train");
-  for (const std::string& prefix : config.data.validation) {
-    check_corpus_exists(prefix, "data.validation");
-  }
-}
-
-void check_data(const PretrainConfig& config) {
-  MARROW_CHECK(!config.data.train.empty(), ExitCode::kUsage,
-               Fix("name at least one corpus: data.train = [\"data/corpus\"]"), "data.train is an empty list");
-  MARROW_CHECK(config.data.validate_every == 0 || !config.data.validation.empty(), ExitCode::kUsage,
-               Fix("set data.validation = [\"data/heldout\"], or leave out data.validate_every"),
-               "data.validate_every is {}, but data.validation names no corpus", config.data.validate_every);
 }
 
 // "12 or 16": the multiples of `unit` on both sides of `value`.
@@ -76,91 +37,130 @@ int64_t divisor_below(int64_t value, int64_t limit) {
 // Dimensions that are still "auto" count as 1: what fails then fails with any size.
 void check_mesh(const PretrainConfig& config) {
   const PretrainConfig::MeshSizes& mesh = config.mesh;
-  const auto known = [](int64_t size) { return size == 0 ? int64_t{1} : size; };
-  const int64_t data_ranks = known(mesh.dp) * known(mesh.ep);
-  const int64_t batch = config.train.global_batch;
-  const int64_t micro = config.train.micro_batch;
-  const int64_t unit = micro * data_ranks;
+  const int64_t dp = std::max<int64_t>(mesh.dp, 1), ep = std::max<int64_t>(mesh.ep, 1);
+  const int64_t batch = config.train.global_batch, micro = config.train.micro_batch;
+  const int64_t unit = micro * dp * ep, micro_batches = batch / unit, seq_len = config.data.seq_len;
+  const std::string other_micro =
+      batch % (dp * ep) != 0 ? ""
+                             : fmt::format(", or train.micro_batch to {}", divisor_below(batch / (dp * ep), micro));
   MARROW_CHECK(batch % unit == 0, ExitCode::kUsage,
-               Fix(fmt::format("set train.global_batch to {}{}", nearest_multiples(batch, unit),
-                               batch % data_ranks != 0 ? ""
-                                                       : fmt::format(", or train.micro_batch to {}",
-                                                                     divisor_below(batch / data_ranks, micro)))),
-               "train.global_batch {} does not divide by train.micro_batch {} x mesh.dp {} x "
-               "mesh.ep {} = {}",
-               batch, micro, known(mesh.dp), known(mesh.ep), unit);
-  const int64_t micro_batches = batch / unit;
+               Fix("set train.global_batch to {}{}", nearest_multiples(batch, unit), other_micro),
+               "train.global_batch {} does not divide by train.micro_batch {} x mesh.dp {} x mesh.ep {} = {}", batch,
+               micro, dp, ep, unit);
   MARROW_CHECK(mesh.pp <= 1 || mesh.schedule != PipelineSchedule::kDualPipeV || micro_batches >= 2 * mesh.pp,
                ExitCode::kUsage,
-               Fix(fmt::format("raise train.global_batch to {}, lower train.micro_batch, or set "
-                               "mesh.schedule = \"1f1b\"",
-                               2 * mesh.pp * unit)),
-               "mesh.schedule \"dualpipev\" needs at least 2 x mesh.pp = {} micro-batches, the "
-               "batch sizes give {}",
+               Fix("raise train.global_batch to {}, lower train.micro_batch, or set mesh.schedule = \"1f1b\"",
+                   2 * mesh.pp * unit),
+               "mesh.schedule \"dualpipev\" needs at least 2 x mesh.pp = {} micro-batches, the batch sizes give {}",
                2 * mesh.pp, micro_batches);
-  const int64_t seq_len = config.data.seq_len;
   MARROW_CHECK(mesh.cp <= 1 || seq_len % (2 * mesh.cp) == 0, ExitCode::kUsage,
-               Fix(fmt::format("set data.seq_len to {}", nearest_multiples(seq_len, 2 * mesh.cp))),
+               Fix("set data.seq_len to {}", nearest_multiples(seq_len, 2 * mesh.cp)),
                "data.seq_len {} does not divide by 2 x mesh.cp = {}", seq_len, 2 * mesh.cp);
-  MARROW_CHECK(mesh.dp == 0 || mesh.dp % mesh.replicate == 0, ExitCode::kUsage,
-               Fix(fmt::format("set mesh.replicate to {}", divisor_below(mesh.dp, mesh.replicate))),
+  MARROW_CHECK(mesh.dp % mesh.replicate == 0, ExitCode::kUsage,
+               Fix("set mesh.replicate to {}", divisor_below(mesh.dp, mesh.replicate)),
                "mesh.replicate {} does not divide mesh.dp {}", mesh.replicate, mesh.dp);
 }
 
 std::string mesh_text(const PretrainConfig::MeshSizes& mesh) {
-  const auto text = [](int64_t size) { return size == 0 ? std::string("\"auto\"") : std::to_string(size); };
+  const auto text = [](int64_t size) { return size == 0 ? "\"auto\"" : std::to_string(size); };
   return fmt::format("pp {} x dp {} x cp {} x ep {}", text(mesh.pp), text(mesh.dp), text(mesh.cp), text(mesh.ep));
 }
 
 std::array<int64_t*, 4> sides(PretrainConfig::MeshSizes& mesh) { return {&mesh.pp, &mesh.dp, &mesh.cp, &mesh.ep}; }
 
-bool mesh_fits(const PretrainConfig& config) {
-  try {
-    check_mesh(config);
-    return true;
-  } catch (const Error&) {
-    return false;
-  }
+bool mesh_fits(const PretrainConfig& config) try {
+  check_mesh(config);
+  return true;
+} catch (const Error&) {
+  return false;
 }
 
 // Meshes of `world` ranks: those first that change the fewest of the given sizes, by the least, dp before others.
 std::string nearest_meshes(PretrainConfig config, int64_t world) {
-  const std::array<int64_t*, 4> size = sides(config.mesh);
-  const std::array<int64_t, 4> given = {*size[0], *size[1], *size[2], *size[3]};
-  std::vector<std::pair<double, std::array<int64_t, 4>>> candidates;
-  for (int64_t pp = 1; pp <= world; ++pp) {
-    for (int64_t dp = 1; world % pp == 0 && dp <= world / pp; ++dp) {
-      for (int64_t cp = 1; world / pp % dp == 0 && cp <= world / pp / dp; ++cp) {
-        if (world / pp / dp % cp != 0) continue;
-        const std::array<int64_t, 4> sizes = {pp, dp, cp, world / pp / dp / cp};
-        double change = 0;
-        for (size_t i = 0; i < 4; ++i) {
-          if (given[i] != 0 && given[i] != sizes[i])
-            change += (i == 1 ? 2.5 : 3) + std::abs(std::log2(1.0 * sizes[i] / given[i]));
-        }
-        candidates.emplace_back(change, sizes);
+  std::vector<int64_t> divisors;
+  for (int64_t n = 1; n <= world; ++n) {
+    if (world % n == 0) divisors.push_back(n);
+  }
+  const PretrainConfig::MeshSizes given = config.mesh;
+  const auto change = [](int64_t from, int64_t to, double weight) {
+    return from == 0 || from == to ? 0 : weight + std::abs(std::log2(1.0 * to / from));
+  };
+  std::multimap<double, std::array<int64_t, 4>> candidates;  // by what they change
+  for (const int64_t pp : divisors) {
+    for (const int64_t dp : divisors) {
+      for (const int64_t cp : divisors) {
+        const int64_t ep = world / (pp * dp * cp);
+        if (ep * pp * dp * cp != world) continue;
+        candidates.emplace(
+            change(given.pp, pp, 3) + change(given.dp, dp, 2.5) + change(given.cp, cp, 3) + change(given.ep, ep, 3),
+            std::array{pp, dp, cp, ep});
       }
     }
   }
-  std::stable_sort(candidates.begin(), candidates.end(),
-                   [](const auto& a, const auto& b) { return a.first < b.first; });
-  std::string text;
-  int64_t found = 0;
-  for (size_t i = 0; i < std::min<size_t>(candidates.size(), 64) && found < 3; ++i) {
-    for (size_t side = 0; side < 4; ++side) *size[side] = candidates[i].second[side];
-    if (!mesh_fits(config)) continue;
-    text += (found++ == 0 ? "" : ", or ") + mesh_text(config.mesh);
+  std::vector<std::string> texts;
+  for (auto it = candidates.begin(); it != candidates.end() && texts.size() < 3; ++it) {
+    for (size_t side = 0; side < 4; ++side) *sides(config.mesh)[side] = it->second[side];
+    if (mesh_fits(config)) texts.push_back(mesh_text(config.mesh));
   }
-  return text;
+  return fmt::format("{}", fmt::join(texts, ", or "));
 }
 
 }  // namespace
 
 void check_config(const PretrainConfig& config, bool needs_inputs) {
-  check_data(config);
-  check_optimizer(config);
+  const auto& [model, data, mesh, train, o, router, checkpoint, log] = config;
+  MARROW_CHECK(!data.train.empty(), ExitCode::kUsage, Fix("name at least one corpus: data.train = [\"data/corpus\"]"),
+               "data.train is an empty list");
+  MARROW_CHECK(data.validate_every == 0 || !data.validation.empty(), ExitCode::kUsage,
+               Fix("set data.validation = [\"data/heldout\"], or leave out data.validate_every"),
+               "data.validate_every is {}, but data.validation names no corpus", data.validate_every);
+
+  MARROW_CHECK(o.warmup_steps + o.decay_steps <= train.steps, ExitCode::kUsage,
+               Fix("lower optimizer.warmup_steps or optimizer.decay_steps, or raise train.steps to {}",
+                   o.warmup_steps + o.decay_steps),
+               "optimizer.warmup_steps {} + optimizer.decay_steps {} exceed train.steps {}", o.warmup_steps,
+               o.decay_steps, train.steps);
+  MARROW_CHECK(o.name != OptimizerName::kMuon || o.state_dtype == TrainDtype::kFp32, ExitCode::kUsage,
+               Fix("set optimizer.state_dtype = \"fp32\", or optimizer.name = \"adamw\""),
+               "optimizer.state_dtype \"bf16\" does not go with optimizer.name \"muon\"");
+  MARROW_CHECK(o.min_lr <= o.lr, ExitCode::kUsage, Fix("set optimizer.min_lr below optimizer.lr"),
+               "optimizer.min_lr {} is above optimizer.lr {}", o.min_lr, o.lr);
+  MARROW_CHECK(o.schedule != LearningRateSchedule::kConstant || o.decay_steps == 0, ExitCode::kUsage,
+               Fix("set optimizer.schedule to \"wsd\" or \"cosine\", or leave out decay_steps"),
+               "optimizer.decay_steps {} has no meaning with optimizer.schedule \"constant\"", o.decay_steps);
+
   check_mesh(config);
-  check_paths(config, needs_inputs);
+
+  MARROW_CHECK(std::filesystem::is_regular_file(model.config), ExitCode::kUsage,
+               Fix("set model.config to a config.json; configs/models has some"), "model.config: {} is no file",
+               json_quote(model.config));
+  if (!needs_inputs) return;
+  MARROW_CHECK(model.init_from.empty() || std::filesystem::exists(model.init_from), ExitCode::kUsage,
+               Fix("set model.init_from to a checkpoint or a Hugging Face folder"),
+               "model.init_from: {} does not exist", json_quote(model.init_from));
+  for (const CorpusWeight& source : data.train) check_corpus_exists(source.path, "data.train");
+  for (const std::string& prefix : data.validation) check_corpus_exists(prefix, "data.validation");
+}
+
+void check_model_fits(PretrainConfig& config, const ModelShape& shape, int64_t world) {
+  MARROW_CHECK(config.data.seq_len <= shape.max_position, ExitCode::kUsage,
+               Fix("lower data.seq_len, or raise max_position_embeddings in the model's config"),
+               "data.seq_len = {} exceeds the model's max_position_embeddings = {}", config.data.seq_len,
+               shape.max_position);
+  MARROW_CHECK(config.router.balance != BalanceMode::kBias, ExitCode::kUsage,
+               Fix("set router.balance to \"global\", \"sequence\", \"micro\" or \"none\""),
+               "router.balance = \"bias\": this family's format cannot store a selection bias");
+  const auto check_mesh_sizes = [&] {
+    const int64_t ep = std::max<int64_t>(config.mesh.ep, 1);
+    MARROW_CHECK(shape.experts % ep == 0, ExitCode::kUsage, Fix("set mesh.ep to a divisor of {}", shape.experts),
+                 "{} experts do not divide by mesh.ep = {}", shape.experts, ep);
+    MARROW_CHECK(!shape.tied_embeddings || config.mesh.pp <= 1 || config.mesh.schedule == PipelineSchedule::kDualPipeV,
+                 ExitCode::kUsage, Fix("set mesh.schedule = \"dualpipev\", which has embedding and head on one rank"),
+                 "mesh.schedule = \"1f1b\" with mesh.pp = {} divides the tied embedding of the model", config.mesh.pp);
+  };
+  check_mesh_sizes();  // first what fits with no number of processes
+  resolve_mesh(config, world);
+  check_mesh_sizes();
 }
 
 void resolve_mesh(PretrainConfig& config, int64_t world) {
@@ -173,8 +173,8 @@ void resolve_mesh(PretrainConfig& config, int64_t world) {
   if (automatic == nullptr ? product != world : world % product != 0) {
     const std::string meshes = nearest_meshes(config, world);
     MARROW_THROW(ExitCode::kUsage,
-                 Fix(fmt::format("start {} processes (--processes {}){}", product, product,
-                                 meshes.empty() ? "" : fmt::format(", or set [mesh] to {}", meshes))),
+                 Fix("start {0} processes (--processes {0}){1}{2}", product,
+                     meshes.empty() ? "" : ", or set [mesh] to ", meshes),
                  "mesh {} does not fit {} process{}", mesh_text(config.mesh), world, world == 1 ? "" : "es");
   }
   if (automatic != nullptr) *automatic = world / product;

@@ -1,5 +1,7 @@
 #include "train/evaluation.h"
 
+#include <unistd.h>
+
 namespace marrow {
 
 MicroBatch to_micro_batch(const SequenceBatch& batch, bool mask_documents, const Mesh& mesh, at::Device device) {
@@ -8,13 +10,24 @@ MicroBatch to_micro_batch(const SequenceBatch& batch, bool mask_documents, const
 }
 
 EvaluationResult evaluate_corpus(Executor& executor, const BatchLoader& loader, at::Device device,
-                                 const EvaluationSizes& sizes, const Mesh& mesh, Communicator* world) {
+                                 const EvaluationSizes& sizes, Logger& logger, const Mesh& mesh, Communicator* world) {
   // All ranks run equally many micro-batches of one size; sequences past the end have no target.
   const int64_t ranks = mesh.data_ranks(), size = std::min(sizes.micro_batch, (sizes.sequences + ranks - 1) / ranks);
   const int64_t unit = size * ranks;
   const int64_t micro_batches = (sizes.sequences + unit - 1) / unit;
   double targets = 0;
+  const auto start = std::chrono::steady_clock::now();
+  double next_progress = 0.5;  // seconds since the start
+  const auto show_progress = [&](int64_t done) {
+    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    if (done == 0 || seconds < next_progress) return;
+    next_progress = seconds + (isatty(STDERR_FILENO) == 1 ? 0.5 : 10.0);
+    const double left = static_cast<double>(micro_batches - done) / static_cast<double>(done);
+    logger.progress(fmt::format("evaluate {:5.1f}%  {} of {} micro-batches  {:.0f} s left", 100 / (1 + left), done,
+                                micro_batches, left * seconds));
+  };
   const auto load = [&](int64_t index) {
+    show_progress(index);
     const int64_t first = (index * ranks + mesh.data_rank()) * size;
     SequenceBatch batch = loader.load(first, size);
     const int64_t kept = std::clamp<int64_t>(sizes.sequences - first, 0, size) * batch.seq_len;

@@ -1,5 +1,6 @@
 // Mean loss of a model over a corpus.
 #pragma once
+#include "base/log.h"
 #include "data/batch_loader.h"
 #include "pipeline/executor.h"
 
@@ -19,9 +20,10 @@ struct EvaluationResult {
   int64_t targets = 0;
 };
 
-// Waits for the device. Data ranks take their share of the micro-batches; every rank of `world` (null: this one alone)
-// calls it and gets the same result. Error (kBadInput) where no target is left.
+// Waits for the device; shows progress. Data ranks take their share of the micro-batches; every rank of `world` (null:
+// this one alone) calls it and gets the same result. Error (kBadInput) where no target is left.
 EvaluationResult evaluate_corpus(Executor& executor, const BatchLoader& loader, at::Device device,
-                                 const EvaluationSizes& sizes, const Mesh& mesh = {}, Communicator* world = nullptr);
+                                 const EvaluationSizes& sizes, Logger& logger, const Mesh& mesh = {},
+                                 Communicator* world = nullptr);
 
 }  // namespace marrow

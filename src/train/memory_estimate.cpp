@@ -195,8 +195,7 @@ ParameterStore::Options store_options(const PretrainConfig& config, const Mesh& 
 }
 
 RunEstimate estimate_run(const MoeModel& model, const PretrainConfig& config) {
-  const PretrainConfig::MeshSizes& sizes = config.mesh;
-  const MeshShape shape{sizes.pp, sizes.dp, sizes.cp, sizes.ep, sizes.replicate};
+  const MeshShape& shape = config.mesh;
   Estimator estimator(model, config);
   RunEstimate estimate;
   for (int64_t rank = 0; rank < shape.world(); ++rank) {

@@ -2,37 +2,24 @@
 
 #include "train/metrics.h"
 
-#include <filesystem>
+#include <nmmintrin.h>
+#include <unistd.h>
 
-#include "base/json.h"
+#include <chrono>
+#include <filesystem>
 
 namespace marrow {
 namespace {
 
 std::string short_time(double seconds) {
   const auto total = static_cast<int64_t>(std::llround(std::clamp(seconds, 0.0, 1e9)));
-  if (total >= 86400) return fmt::format("{}d{:02}h", total / 86400, total % 86400 / 3600);
   if (total >= 3600) return fmt::format("{}h{:02}m", total / 3600, total % 3600 / 60);
   if (total >= 60) return fmt::format("{}m{:02}s", total / 60, total % 60);
   return fmt::format("{}s", total);
 }
 
 std::string short_count(double value) {
-  if (value >= 1e6) return fmt::format("{:.2f}M", value / 1e6);
-  if (value >= 1e4) return fmt::format("{:.1f}k", value / 1e3);
-  return fmt::format("{:.0f}", value);
-}
-
-// The lines of `path` up to `step`. A line without its newline was cut off by a kill.
-std::string lines_up_to(const std::string& path, int64_t step) {
-  if (!std::filesystem::exists(path)) return "";
-  const std::string text = read_text_file(path);
-  std::string kept;
-  for (size_t start = 0, end; (end = text.find('\n', start)) != std::string::npos; start = end + 1) {
-    const std::string line = text.substr(start, end - start + 1);
-    if (Json::parse(line, path).at("step").as_int() <= step) kept += line;
-  }
-  return kept;
+  return value >= 1e4 ? fmt::format("{:.1f}k", value / 1e3) : fmt::format("{:.0f}", value);
 }
 
 // Calls visit(group, name, value) for every field of a line, in its order. TensorBoard shows the
@@ -55,6 +42,45 @@ void each_field(const StepMetrics& m, Visit visit) {
   if (m.dispatch_rows_per_token > 0) visit("speed/", "dispatch_rows_per_token", m.dispatch_rows_per_token);
 }
 
+// Protobuf's encoding of one field: its number and wire type, then the value.
+template <typename T>
+std::string little_endian(T value) {
+  return {reinterpret_cast<const char*>(&value), sizeof value};
+}
+std::string varint(uint64_t value) {
+  std::string out;
+  for (; value >= 0x80; value >>= 7) out += static_cast<char>(value | 0x80);
+  return out + static_cast<char>(value);
+}
+std::string varint_field(uint64_t field, uint64_t value) { return varint(field << 3) + varint(value); }
+std::string double_field(uint64_t field, double value) { return varint(field << 3 | 1) + little_endian(value); }
+std::string float_field(uint64_t field, float value) { return varint(field << 3 | 5) + little_endian(value); }
+std::string bytes_field(uint64_t field, const std::string& content) {
+  return varint(field << 3 | 2) + varint(content.size()) + content;
+}
+
+// Of tensorflow's event.proto: wall_time 1, step 2, file_version 3, summary 5, session_log 7.
+std::string event_head(int64_t step) {
+  const std::chrono::duration<double> now = std::chrono::system_clock::now().time_since_epoch();
+  return double_field(1, now.count()) + varint_field(2, static_cast<uint64_t>(step));
+}
+
+uint32_t masked_crc(const std::string& bytes) {
+  const uint32_t crc = crc32c(bytes);
+  return ((crc >> 15) | (crc << 17)) + 0xA282EAD8u;
+}
+
+// Names sort by time, for readers take the files in that order; no two runs share one.
+std::string new_event_file(const std::string& dir) {
+  std::filesystem::create_directories(dir);
+  char host[256] = "localhost";
+  gethostname(host, sizeof host - 1);
+  const auto now =
+      std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::system_clock::now().time_since_epoch())
+          .count();
+  return fmt::format("{}/events.out.tfevents.{}.{:03}.{}.{}", dir, now / 1000, now % 1000, host, getpid());
+}
+
 }  // namespace
 
 std::string console_line(const StepMetrics& m, int64_t steps) {
@@ -65,17 +91,55 @@ std::string console_line(const StepMetrics& m, int64_t steps) {
   return line + "  eta " + short_time(static_cast<double>(steps - m.step) * m.step_seconds);
 }
 
+void read_metrics(const std::string& path, const std::function<void(const std::string&, const Json&)>& visit) {
+  const std::string text = read_text_file(path);
+  int64_t number = 1;
+  for (size_t start = 0, end; (end = text.find('\n', start)) != std::string::npos; start = end + 1) {
+    const std::string line = text.substr(start, end - start + 1);
+    visit(line, Json::parse(line, fmt::format("{}:{}", path, number++)));
+  }
+}
+
 std::string metrics_json(const StepMetrics& metrics) {
   JsonWriter json;
   each_field(metrics, [&](auto, const char* name, const auto& value) { json.field(name, value); });
   return json.text();
 }
 
+uint32_t crc32c(std::string_view bytes) {
+  uint32_t crc = ~0u;
+  for (const char c : bytes) crc = _mm_crc32_u8(crc, static_cast<unsigned char>(c));
+  return ~crc;
+}
+
+TensorboardWriter::TensorboardWriter(const std::string& dir, int64_t resumed_step) : file_(new_event_file(dir)) {
+  append_record(event_head(0) + bytes_field(3, "brain.Event:2"));
+  // session_log's status 1: START
+  append_record(event_head(resumed_step + 1) + bytes_field(7, varint_field(1, 1)));
+}
+
+void TensorboardWriter::write(int64_t step, const std::vector<std::pair<std::string, double>>& scalars) {
+  std::string summary;  // of values 1, each with tag 1 and simple_value 2
+  for (const auto& [tag, value] : scalars) {
+    summary += bytes_field(1, bytes_field(1, tag) + float_field(2, static_cast<float>(value)));
+  }
+  append_record(event_head(step) + bytes_field(5, summary));
+}
+
+void TensorboardWriter::append_record(const std::string& event) {
+  const std::string length = little_endian(uint64_t{event.size()});
+  file_.append(length + little_endian(masked_crc(length)) + event + little_endian(masked_crc(event)));
+}
+
 MetricsWriter::MetricsWriter(const std::string& dir, int64_t resumed_step)
     : file_([&] {
         std::filesystem::create_directories(dir);
         const std::string path = dir + "/metrics.jsonl";
-        const std::string kept = lines_up_to(path, resumed_step);
+        std::string kept;
+        const auto keep = [&](const std::string& text, const Json& line) {
+          if (line.at("step").as_int() <= resumed_step) kept += text;
+        };
+        if (std::filesystem::exists(path)) read_metrics(path, keep);
         write_text_file_atomically(path, kept);
         size_ = static_cast<int64_t>(kept.size());
         return OutputFile(path, true);
@@ -90,7 +154,7 @@ void MetricsWriter::append(const std::string& line) {
 
 void MetricsWriter::write(const StepMetrics& m) {
   append(metrics_json(m));
-  std::vector<TensorboardScalar> scalars;
+  std::vector<std::pair<std::string, double>> scalars;
   each_field(m, [&](const std::string& group, const char* name, const auto& value) {
     if constexpr (std::is_arithmetic_v<std::decay_t<decltype(value)>>) {
       const double number = static_cast<double>(value);

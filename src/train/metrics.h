@@ -2,10 +2,12 @@
 // from it.
 #pragma once
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
 #include "base/files.h"
+#include "base/json.h"
 
 namespace marrow {
 
@@ -33,18 +35,16 @@ std::string console_line(const StepMetrics& metrics, int64_t steps);
 
 // One line of metrics.jsonl, without the newline. Numbers read back to the same bits.
 std::string metrics_json(const StepMetrics& metrics);
-
-struct TensorboardScalar {
-  std::string tag;
-  double value = 0;  // stored as a 32-bit float
-};
+// Visits the lines of a metrics.jsonl, as text with the newline and as JSON. Errors name file and line. A line without
+// its newline was cut off by a kill, and is left out.
+void read_metrics(const std::string& path, const std::function<void(const std::string&, const Json&)>& visit);
 
 // Event files: TFRecord frames around protobuf messages, both written by hand.
 class TensorboardWriter {
  public:
   // Creates a new event file in `dir`. Readers forget what older files hold after `resumed_step`.
   TensorboardWriter(const std::string& dir, int64_t resumed_step);
-  void write(int64_t step, const std::vector<TensorboardScalar>& scalars);
+  void write(int64_t step, const std::vector<std::pair<std::string, double>>& scalars);  // tag, value
 
  private:
   void append_record(const std::string& event);

@@ -38,178 +38,156 @@ toml::table parse_toml(const std::string& text, const std::string& origin) {
   }
 }
 
-// The value of "--set KEY=TEXT". What is no TOML value is a string: paths need no quotes.
-toml::table parse_override(const std::string& text, const std::string& origin) {
-  try {
-    toml::table parsed = toml::parse("value = " + text, origin);
-    if (parsed.size() == 1) return parsed;  // "1\nother = 2" is TOML, but not one value
-  } catch (const toml::parse_error&) {
-    // A bare word: falls through.
-  }
-  return toml::parse("value = " + json_quote(text), origin);
-}
-
-// Puts "train.steps=10" into `root`.
+// Puts "train.steps=10" into `root`. What is no TOML value is a string: paths need no quotes.
 void apply_override(toml::table& root, const std::string& assignment) {
   const size_t equals = assignment.find('=');
   MARROW_CHECK(equals != std::string::npos && equals > 0 && equals + 1 < assignment.size(), ExitCode::kUsage,
                Fix("write --set SECTION.KEY=VALUE, as in --set train.steps=10"), "--set {} is no assignment",
                json_quote(assignment));
   const std::string path = assignment.substr(0, assignment.find_last_not_of(' ', equals - 1) + 1);
-  const std::string origin = "--set " + path;
-  toml::table value = parse_override(assignment.substr(equals + 1), origin);
+  const std::string origin = "--set " + path, text = assignment.substr(equals + 1);
+  toml::table value;
+  try {
+    value = toml::parse("value = " + text, origin);
+  } catch (const toml::parse_error&) {  // a bare word
+  }
+  if (value.size() != 1) value = toml::parse("value = " + json_quote(text), origin);  // "1\nother = 2" is TOML, too
   const toml::source_region source = value.begin()->first.source();
   const size_t dot = path.rfind('.');
   toml::table* table = &root;
   if (dot != std::string::npos) {
-    const toml::key section(path.substr(0, dot), source);
-    table = root.insert(section, toml::table{}).first->second.as_table();
-    MARROW_CHECK(table != nullptr, ExitCode::kUsage, Fix("write --set SECTION.KEY=VALUE"), "{}: {} is no section",
-                 origin, json_quote(section.str()));
+    table = root.insert(toml::key(path.substr(0, dot), source), toml::table{}).first->second.as_table();
   }
+  if (table == nullptr) return;  // read_section refuses what the file has instead
   const toml::key key(path.substr(dot + 1), source);
   value.begin()->second.visit([&](auto& node) { table->insert_or_assign(key, std::move(node)); });
 }
 
-// A TOML basic string, quotes included.
+// A TOML basic string, quotes included. DEL is a control character to TOML, not to JSON.
 std::string toml_quote(const std::string& text) {
-  std::string out;
-  for (const char c : json_quote(text)) {
-    out += c == '\x7f' ? "\\u007F" : std::string(1, c);  // a control character to TOML, not to JSON
-  }
+  std::string out = json_quote(text);
+  for (size_t at = 0; (at = out.find('\x7f')) != std::string::npos;) out.replace(at, 1, "\\u007F");
   return out;
 }
 
-// The values that a key takes. `read` returns the node that is no such value, or nullptr; `write`
-// gives TOML, "" for a value that stands for "not set".
-template <typename T>
-struct Rule {
-  std::string valid;  // "an integer from 1"
-  std::function<const toml::node*(const toml::node&, T&)> read;
-  std::function<std::string(const T&)> write;
+using Fault = const toml::node*;  // what is no valid value; null: nothing
+
+// One key of the run config, bound to a member of one PretrainConfig.
+struct Key {
+  std::string name, valid, help;  // "train.steps", "an integer from 1"
+  std::function<Fault(const toml::node&)> read;
+  std::function<std::string()> write;  // TOML; "" for a value that stands for "not set"
+  bool required = false;
 };
 
-// The rule for single values of type Value that satisfy `holds`.
-template <typename T, typename Value = T, typename Holds>
-Rule<T> plain_rule(std::string valid, Holds holds, std::function<std::string(const T&)> write) {
-  const auto read = [=](const toml::node& node, T& target) -> const toml::node* {
-    const std::optional<Value> value = node.value_exact<Value>();
-    if (!value || !holds(*value)) return &node;
+// The upper bounds keep sums and products of sizes far from an overflow.
+constexpr int64_t kMaxCount = int64_t{1} << 40, kMaxBatch = int64_t{1} << 24, kMaxRanks = int64_t{1} << 15;
+
+Key integer(std::string name, int64_t& target, std::string help, int64_t min = 0, int64_t max = kMaxCount) {
+  const std::string limit = max == INT64_MAX ? "" : fmt::format(" to 2^{}", std::bit_width(uint64_t(max)) - 1);
+  const auto read = [=, &target](const toml::node& node) -> Fault {
+    const std::optional<int64_t> value = node.value_exact<int64_t>();
+    if (!value || *value < min || *value > max) return &node;
     target = *value;
     return nullptr;
   };
-  return {std::move(valid), read, std::move(write)};
-}
-
-// The upper bounds keep sums and products of sizes far from an overflow.
-constexpr int64_t kMaxCount = int64_t{1} << 40;
-constexpr int64_t kMaxBatch = int64_t{1} << 24;
-constexpr int64_t kMaxRanks = int64_t{1} << 15;
-
-Rule<int64_t> integer(int64_t min, int64_t max = kMaxCount) {
-  const std::string limit = max == INT64_MAX ? "" : fmt::format(" to 2^{}", std::bit_width(uint64_t(max)) - 1);
-  return plain_rule<int64_t>(
-      fmt::format("an integer from {}{}", min, limit), [=](int64_t x) { return min <= x && x <= max; },
-      json_text<int64_t>);
+  return {std::move(name), fmt::format("an integer from {}{}", min, limit), std::move(help), read,
+          [&target] { return json_text(target); }};
 }
 
 // A mesh dimension: an integer, or "auto" (0).
-Rule<int64_t> dimension() {
-  Rule<int64_t> rule = integer(1, kMaxRanks);
-  const auto read = [number = rule.read](const toml::node& node, int64_t& target) {
-    if (node.value<std::string_view>() != "auto") return number(node, target);
+Key dimension(std::string name, int64_t& target, std::string help) {
+  Key key = integer(std::move(name), target, std::move(help), 1, kMaxRanks);
+  key.valid += ", or \"auto\"";
+  key.read = [&target, number = key.read](const toml::node& node) -> Fault {
+    if (node.value<std::string_view>() != "auto") return number(node);
     target = 0;
-    return static_cast<const toml::node*>(nullptr);
-  };
-  return {rule.valid + ", or \"auto\"", read, [](int64_t size) { return size == 0 ? "\"auto\"" : json_text(size); }};
-}
-
-// A number in [min, max), or with `open` in (min, max).
-Rule<double> real(double min, bool open = false, double max = HUGE_VAL) {
-  const auto read = [=](const toml::node& node, double& target) -> const toml::node* {
-    const double x = node.is_number() ? *node.value<double>() : std::nan("");
-    if (!(open ? x > min : x >= min) || !(x < max)) return &node;
-    target = x;
     return nullptr;
   };
-  return {fmt::format("a number {} {}{}", open ? "above" : "from", min,
-                      std::isinf(max) ? "" : fmt::format(" below {}", max)),
-          read, [](double x) { return x < 0 ? "" : json_number(x); }};
+  key.write = [&target] { return target == 0 ? "\"auto\"" : json_text(target); };
+  return key;
 }
 
-Rule<bool> flag() {
-  return plain_rule<bool>(
-      "true or false", [](bool) { return true; }, json_text<bool>);
+// A number in [min, max), or with min = kAboveZero in (0, max).
+constexpr double kAboveZero = std::numeric_limits<double>::denorm_min();
+Key real(std::string name, double& target, std::string help, double min = 0, double max = HUGE_VAL) {
+  const std::string limit = std::isinf(max) ? "" : fmt::format(" below {}", max);
+  const auto read = [=, &target](const toml::node& node) -> Fault {
+    const double value = node.is_number() ? *node.value<double>() : std::nan("");
+    if (!(value >= min && value < max)) return &node;
+    target = value;
+    return nullptr;
+  };
+  return {std::move(name), fmt::format("a number {} 0{}", min > 0 ? "above" : "from", limit), std::move(help), read,
+          [&target] { return target < 0 ? "" : json_number(target); }};
 }
 
-Rule<std::string> text() {
-  return plain_rule<std::string>(
-      "a string that is not empty", [](const std::string& x) { return !x.empty(); },
-      [](const std::string& x) { return x.empty() ? "" : toml_quote(x); });
+Key flag(std::string name, bool& target, std::string help) {
+  const auto read = [&target](const toml::node& node) {
+    if (node.is_boolean()) target = *node.value<bool>();
+    return node.is_boolean() ? nullptr : &node;
+  };
+  return {std::move(name), "true or false", std::move(help), read, [&target] { return json_text(target); }};
+}
+
+Key text(std::string name, std::string& target, std::string help) {
+  const auto read = [&target](const toml::node& node) {
+    if (node.is_string()) target = *node.value<std::string>();
+    return node.is_string() && !target.empty() ? nullptr : &node;
+  };
+  return {std::move(name), "a string that is not empty", std::move(help), read,
+          [&target] { return target.empty() ? "" : toml_quote(target); }};
 }
 
 // `names[i]` stands for the enumerator with value i.
 template <typename Enum>
-Rule<Enum> choice(const std::vector<std::string>& names) {
-  const auto read = [=](const toml::node& node, Enum& target) -> const toml::node* {
+Key choice(std::string name, Enum& target, const std::vector<std::string>& names, std::string help) {
+  const auto read = [=, &target](const toml::node& node) -> Fault {
     const auto found = std::find(names.begin(), names.end(), node.value_or(std::string()));
     if (!node.is_string() || found == names.end()) return &node;
     target = static_cast<Enum>(found - names.begin());
     return nullptr;
   };
-  return {fmt::format("\"{}\"", fmt::join(names, "\" or \"")), read,
-          [=](Enum value) { return toml_quote(names[static_cast<size_t>(value)]); }};
+  return {std::move(name), fmt::format("\"{}\"", fmt::join(names, "\" or \"")), std::move(help), read,
+          [=, &target] { return toml_quote(names[static_cast<size_t>(target)]); }};
 }
 
-template <typename T>
-Rule<std::vector<T>> list_of(const std::string& elements, const Rule<T>& rule) {
-  const auto read = [=](const toml::node& node, std::vector<T>& target) {
-    const toml::node* fault = node.is_array() ? nullptr : &node;
+// `element` makes a nameless key of one element.
+template <typename T, typename Element>
+Key list(std::string name, std::vector<T>& target, const std::string& elements, std::string help, Element element) {
+  const auto read = [=, &target](const toml::node& node) {
+    Fault fault = node.is_array() ? nullptr : &node;
     target.clear();
     for (size_t i = 0; fault == nullptr && i < node.as_array()->size(); ++i) {
-      fault = rule.read(*node.as_array()->get(i), target.emplace_back());
+      fault = element(target.emplace_back()).read(*node.as_array()->get(i));
     }
     return fault;
   };
-  const auto write = [=](const std::vector<T>& values) {
-    std::string items;
-    for (const T& value : values) items += (items.empty() ? "" : ", ") + rule.write(value);
-    return "[" + items + "]";
+  const auto write = [=, &target] {
+    std::vector<std::string> items;
+    for (T& value : target) items.push_back(element(value).write());
+    return fmt::format("[{}]", fmt::join(items, ", "));
   };
-  return {"a list of " + elements, read, write};
+  return {std::move(name), "a list of " + elements, std::move(help), read, write};
 }
 
 // "data/corpus", or {path = "data/corpus", weight = 2}.
-const toml::node* read_source(const toml::node& node, DataSource& source) {
-  if (!node.is_table()) return text().read(node, source.path);
-  for (const auto& [key, value] : *node.as_table()) {
-    MARROW_CHECK(key == "path" || key == "weight", ExitCode::kUsage, Fix("give path and weight only"),
-                 "{}: an element of data.train has no key {}", place(key.source()), json_quote(key.str()));
-    const toml::node* fault =
-        key == "path" ? text().read(value, source.path) : real(0, true).read(value, source.weight);
-    if (fault != nullptr) return fault;
-  }
-  return source.path.empty() ? &node : nullptr;
-}
-
-std::string write_source(const DataSource& source) {
-  if (source.weight == 1.0) return toml_quote(source.path);
-  return fmt::format("{{path = {}, weight = {}}}", toml_quote(source.path), json_number(source.weight));
-}
-
-// One key of the run config, bound to a member of one PretrainConfig.
-struct Key {
-  std::string name, valid, help;  // "train.steps"
-  std::function<const toml::node*(const toml::node&)> read;
-  std::function<std::string()> write;
-  bool required = false;
-};
-
-template <typename T>
-Key key(std::string name, T& target, const Rule<T>& rule, std::string help) {
-  return {std::move(name), rule.valid, std::move(help),
-          [&target, rule](const toml::node& node) { return rule.read(node, target); },
-          [&target, rule] { return rule.write(target); }};
+Key source(CorpusWeight& source) {
+  const auto read = [&source](const toml::node& node) -> Fault {
+    const Key path = text("", source.path, ""), weight = real("", source.weight, "", kAboveZero);
+    if (!node.is_table()) return path.read(node);
+    for (const auto& [key, value] : *node.as_table()) {
+      MARROW_CHECK(key == "path" || key == "weight", ExitCode::kUsage, Fix("give path and weight only"),
+                   "{}: an element of data.train has no key {}", place(key.source()), json_quote(key.str()));
+      const Fault fault = (key == "path" ? path : weight).read(value);
+      if (fault != nullptr) return fault;
+    }
+    return source.path.empty() ? &node : nullptr;
+  };
+  return {"", "", "", read, [&source] {
+            if (source.weight == 1.0) return toml_quote(source.path);
+            return fmt::format("{{path = {}, weight = {}}}", toml_quote(source.path), json_number(source.weight));
+          }};
 }
 
 Key required(Key key) {
@@ -218,75 +196,66 @@ Key required(Key key) {
 }
 
 // Every key of the run config, in the order in which it is written.
-std::vector<Key> all_keys(PretrainConfig& c) {
+std::vector<Key> all_keys(PretrainConfig& config) {
+  auto& [model, data, mesh, train, optimizer, router, checkpoint, log] = config;
+  const auto prefix = [](std::string& element) { return text("", element, ""); };
+  const auto step = [](int64_t& element) { return integer("", element, "", 1); };
   return {
-      required(key("model.config", c.model.config, text(), "path of a Hugging Face config.json")),
-      key("model.init_from", c.model.init_from, text(), "checkpoint or Hugging Face folder to start from; else random"),
-      required(key("data.train", c.data.train,
-                   list_of<DataSource>("prefixes (\"data/corpus\") or {path = ..., weight = a number above 0}",
-                                       {"", read_source, write_source}),
-                   "corpora: PREFIX.bin and PREFIX.idx")),
-      key("data.validation", c.data.validation, list_of("prefixes", text()), "held-out corpora"),
-      key("data.seq_len", c.data.seq_len, integer(1, kMaxBatch), "tokens of a sequence"),
-      key("data.validate_every", c.data.validate_every, integer(0),
-          "steps between validations; 0 = after the last step only"),
-      key("data.validate_sequences", c.data.validate_sequences, integer(1), "sequences of one validation"),
-      key("data.mask_documents", c.data.mask_documents, flag(), "attention and positions restart at each document"),
-      key("mesh.pp", c.mesh.pp, dimension(), "pipeline ranks"),
-      key("mesh.dp", c.mesh.dp, dimension(), "data-parallel ranks"),
-      key("mesh.cp", c.mesh.cp, dimension(), "ranks that share a sequence"),
-      key("mesh.ep", c.mesh.ep, dimension(), "ranks that share the experts"),
-      key("mesh.replicate", c.mesh.replicate, integer(1, kMaxRanks), "copies of the sharded state; divides dp"),
-      key("mesh.shard", c.mesh.shard, choice<ShardMode>({"step", "layer"}),
-          "gather parameters once a step, or layer by layer (less memory)"),
-      key("mesh.schedule", c.mesh.schedule, choice<PipelineSchedule>({"dualpipev", "1f1b"}), "pipeline schedule"),
-      required(key("train.steps", c.train.steps, integer(1), "optimizer steps")),
-      required(key("train.global_batch", c.train.global_batch, integer(1, kMaxBatch), "sequences of a step")),
-      key("train.micro_batch", c.train.micro_batch, integer(1, kMaxBatch),
-          "sequences of one forward and backward on a rank"),
-      key("train.seed", c.train.seed, integer(0, INT64_MAX), "of initial values and data order"),
-      key("train.device", c.train.device, choice<TrainDevice>({"cpu", "gpu"}), "default: a GPU where there is one"),
-      key("train.dtype", c.train.dtype, choice<TrainDtype>({"bf16", "fp32"}),
-          "of the forward and backward; default: bf16 on a GPU, fp32 on the CPU"),
-      key("train.deterministic", c.train.deterministic, flag(), "bitwise equal runs on one mesh"),
-      key("train.recompute", c.train.recompute, choice<Recompute>({"none", "cheap", "layer"}),
-          "activations computed again in the backward: those without a product, or all but a layer's input"),
-      key("train.overlap", c.train.overlap, flag(), "hide communication behind computation"),
-      key("train.skip_nonfinite", c.train.skip_nonfinite, integer(0),
-          "steps with a non-finite gradient to skip before the run stops"),
-      key("train.cpu_threads", c.train.cpu_threads, integer(0, 1024), "0 = cores / ranks"),
-      key("optimizer.name", c.optimizer.name, choice<OptimizerName>({"adamw", "muon"}), "update rule"),
-      required(key("optimizer.lr", c.optimizer.lr, real(0, true), "peak learning rate")),
-      key("optimizer.schedule", c.optimizer.schedule, choice<LearningRateSchedule>({"wsd", "cosine", "constant"}),
-          "learning rate after the warm-up"),
-      key("optimizer.warmup_steps", c.optimizer.warmup_steps, integer(0), "linear rise from 0"),
-      key("optimizer.decay_steps", c.optimizer.decay_steps, integer(0),
-          "wsd: the last steps, linear; cosine: length of the fall, 0 = all after warm-up"),
-      key("optimizer.min_lr", c.optimizer.min_lr, real(0), "end of the fall (absolute)"),
-      key("optimizer.beta1", c.optimizer.beta1, real(0, false, 1), "AdamW's first moment"),
-      key("optimizer.beta2", c.optimizer.beta2, real(0, false, 1), "AdamW's second moment"),
-      key("optimizer.eps", c.optimizer.eps, real(0, true), "AdamW's epsilon"),
-      key("optimizer.muon_momentum", c.optimizer.muon_momentum, real(0, false, 1), "Muon's momentum"),
-      key("optimizer.weight_decay", c.optimizer.weight_decay, real(0), "of linear layers, experts, embedding and head"),
-      key("optimizer.clip_norm", c.optimizer.clip_norm, real(0), "gradient norm; 0 = no clipping"),
-      key("optimizer.state_dtype", c.optimizer.state_dtype, choice<TrainDtype>({"bf16", "fp32"}),
-          "of the optimizer's moments"),
-      key("router.balance", c.router.balance, choice<BalanceMode>({"none", "micro", "sequence", "global", "bias"}),
-          "load balancing of experts"),
-      key("router.coef", c.router.coef, real(0),
-          "of the balance term; default: the model's router_aux_loss_coef, else 1e-3"),
-      key("router.z_loss", c.router.z_loss, real(0), "coefficient of logsumexp(logits)^2"),
-      key("router.forced", c.router.forced, flag(), "route evenly (for speed measurements only)"),
-      key("checkpoint.dir", c.checkpoint.dir, text(), "default: checkpoints/ in log.dir"),
-      key("checkpoint.every", c.checkpoint.every, integer(0), "steps; 0 = the last step only"),
-      key("checkpoint.keep", c.checkpoint.keep, integer(0), "newest ones kept; 0 = all"),
-      key("checkpoint.async", c.checkpoint.async, flag(), "write while training goes on"),
-      key("checkpoint.resume", c.checkpoint.resume, flag(), "from the newest complete one in dir"),
-      key("log.dir", c.log.dir, text(), "default: runs/ + the config file's name"),
-      key("log.every", c.log.every, integer(1), "steps between console lines"),
-      key("log.trace", c.log.trace, list_of("steps from 1", integer(1)), "steps to trace"),
-      key("log.memory_trace", c.log.memory_trace, flag(), "record allocations of the traced steps"),
-      key("log.watchdog_seconds", c.log.watchdog_seconds, real(0, true), "a collective that takes longer ends the run"),
+      required(text("model.config", model.config, "path of a Hugging Face config.json")),
+      text("model.init_from", model.init_from, "checkpoint or Hugging Face folder to start from; else random"),
+      required(list("data.train", data.train, "prefixes (\"data/corpus\") or {path = ..., weight = a number above 0}",
+                    "corpora: PREFIX.bin and PREFIX.idx", source)),
+      list("data.validation", data.validation, "prefixes", "held-out corpora", prefix),
+      integer("data.seq_len", data.seq_len, "tokens of a sequence", 1, kMaxBatch),
+      integer("data.validate_every", data.validate_every, "steps between validations; 0 = after the last step only"),
+      integer("data.validate_sequences", data.validate_sequences, "sequences of one validation", 1),
+      flag("data.mask_documents", data.mask_documents, "attention and positions restart at each document"),
+      dimension("mesh.pp", mesh.pp, "pipeline ranks"),
+      dimension("mesh.dp", mesh.dp, "data-parallel ranks"),
+      dimension("mesh.cp", mesh.cp, "ranks that share a sequence"),
+      dimension("mesh.ep", mesh.ep, "ranks that share the experts"),
+      integer("mesh.replicate", mesh.replicate, "copies of the sharded state; divides dp", 1, kMaxRanks),
+      choice("mesh.shard", mesh.shard, {"step", "layer"}, "gather parameters once a step, or by layer (less memory)"),
+      choice("mesh.schedule", mesh.schedule, {"dualpipev", "1f1b"}, "pipeline schedule"),
+      required(integer("train.steps", train.steps, "optimizer steps", 1)),
+      required(integer("train.global_batch", train.global_batch, "sequences of a step", 1, kMaxBatch)),
+      integer("train.micro_batch", train.micro_batch, "sequences of one pass on a rank", 1, kMaxBatch),
+      integer("train.seed", train.seed, "of initial values and data order", 0, INT64_MAX),
+      choice("train.device", train.device, {"cpu", "gpu"}, "default: a GPU where there is one"),
+      choice("train.dtype", train.dtype, {"bf16", "fp32"}, "of the passes; default: bf16 on a GPU, fp32 on the CPU"),
+      flag("train.deterministic", train.deterministic, "bitwise equal runs on one mesh"),
+      choice("train.recompute", train.recompute, {"none", "cheap", "layer"}, "activations made again in the backward"),
+      flag("train.overlap", train.overlap, "hide communication behind computation"),
+      integer("train.skip_nonfinite", train.skip_nonfinite, "steps with a non-finite gradient to skip before the end"),
+      integer("train.cpu_threads", train.cpu_threads, "0 = cores / ranks", 0, 1024),
+      choice("optimizer.name", optimizer.name, {"adamw", "muon"}, "update rule"),
+      required(real("optimizer.lr", optimizer.lr, "peak learning rate", kAboveZero)),
+      choice("optimizer.schedule", optimizer.schedule, {"wsd", "cosine", "constant"}, "rate after the warm-up"),
+      integer("optimizer.warmup_steps", optimizer.warmup_steps, "linear rise from 0"),
+      integer("optimizer.decay_steps", optimizer.decay_steps,
+              "wsd: the last steps, linear; cosine: length of the fall, 0 = all after warm-up"),
+      real("optimizer.min_lr", optimizer.min_lr, "end of the fall (absolute)"),
+      real("optimizer.beta1", optimizer.beta1, "AdamW's first moment", 0, 1),
+      real("optimizer.beta2", optimizer.beta2, "AdamW's second moment", 0, 1),
+      real("optimizer.eps", optimizer.eps, "AdamW's epsilon", kAboveZero),
+      real("optimizer.muon_momentum", optimizer.muon_momentum, "Muon's momentum", 0, 1),
+      real("optimizer.weight_decay", optimizer.weight_decay, "of linear layers, experts, embedding and head"),
+      real("optimizer.clip_norm", optimizer.clip_norm, "gradient norm; 0 = no clipping"),
+      choice("optimizer.state_dtype", optimizer.state_dtype, {"bf16", "fp32"}, "of the optimizer's moments"),
+      choice("router.balance", router.balance, {"none", "micro", "sequence", "global", "bias"}, "of experts' load"),
+      real("router.coef", router.coef, "of the balance term; default: the model's router_aux_loss_coef, else 1e-3"),
+      real("router.z_loss", router.z_loss, "coefficient of logsumexp(logits)^2"),
+      flag("router.forced", router.forced, "route evenly (for speed measurements only)"),
+      text("checkpoint.dir", checkpoint.dir, "default: checkpoints/ in log.dir"),
+      integer("checkpoint.every", checkpoint.every, "steps; 0 = the last step only"),
+      integer("checkpoint.keep", checkpoint.keep, "newest ones kept; 0 = all"),
+      flag("checkpoint.async", checkpoint.async, "write while training goes on"),
+      flag("checkpoint.resume", checkpoint.resume, "from the newest complete one in dir"),
+      text("log.dir", log.dir, "default: runs/ + the config file's name"),
+      integer("log.every", log.every, "steps between console lines", 1),
+      list("log.trace", log.trace, "steps from 1", "steps to trace", step),
+      flag("log.memory_trace", log.memory_trace, "record allocations of the traced steps"),
+      real("log.watchdog_seconds", log.watchdog_seconds, "a collective that takes longer ends the run", kAboveZero),
   };
 }
 
@@ -327,7 +296,7 @@ std::map<std::string, std::string> read_tree(const toml::table& tree, const std:
       const auto known =
           std::find_if(keys.begin(), keys.end(), [&](const Key& candidate) { return candidate.name == name; });
       if (known == keys.end()) fail_unknown(key, name, keys);
-      const toml::node* fault = known->read(value);
+      const Fault fault = known->read(value);
       MARROW_CHECK(fault == nullptr, ExitCode::kUsage, Fix("set {} to {}", name, known->valid), "{}: {} is {}, not {}",
                    place(fault->source()), name, described(*fault), known->valid);
       places[name] = place(value.source());
@@ -373,19 +342,13 @@ PretrainConfig read_pretrain_config(const std::string& path, const std::vector<s
   const auto places = read_tree(tree, all_keys(config), path);
   settle_automatic(config.mesh, places.contains("mesh.dp"), path);
 
-  if (!places.contains("train.device")) {
-    config.train.device = have_gpu ? TrainDevice::kGpu : TrainDevice::kCpu;
-  }
+  if (!places.contains("train.device")) config.train.device = have_gpu ? TrainDevice::kGpu : TrainDevice::kCpu;
   const bool gpu = config.train.device == TrainDevice::kGpu;
   MARROW_CHECK(!gpu || have_gpu, ExitCode::kUsage,
                Fix("set train.device = \"cpu\", or run marrow doctor to see why there is no GPU"),
                "{}: train.device is \"gpu\", but no GPU can be used here", places.at("train.device"));
-  if (!places.contains("train.dtype")) {
-    config.train.dtype = gpu ? TrainDtype::kBf16 : TrainDtype::kFp32;
-  }
-  if (config.log.dir.empty()) {
-    config.log.dir = "runs/" + std::filesystem::path(path).stem().string();
-  }
+  if (!places.contains("train.dtype")) config.train.dtype = gpu ? TrainDtype::kBf16 : TrainDtype::kFp32;
+  if (config.log.dir.empty()) config.log.dir = "runs/" + std::filesystem::path(path).stem().string();
   if (config.checkpoint.dir.empty()) config.checkpoint.dir = config.log.dir + "/checkpoints";
   try {
     check_config(config, needs_inputs);

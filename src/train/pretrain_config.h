@@ -1,9 +1,8 @@
 // RUN.toml, read strictly: every key, its type, range and default in one place.
 #pragma once
-#include <cstdint>
-#include <string>
-#include <vector>
-
+#include "data/batch_loader.h"
+#include "models/model_contract.h"
+#include "parallel/mesh.h"
 #include "pipeline/balance_mode.h"
 #include "pipeline/pipeline_schedule.h"
 
@@ -16,27 +15,21 @@ enum class TrainDtype { kBf16, kFp32 };
 enum class TrainDevice { kCpu, kGpu };
 enum class ShardMode { kStep, kLayer };
 
-struct DataSource {
-  std::string path;     // corpus prefix
-  double weight = 1.0;  // share of the sequences, before normalising
-};
-
 struct PretrainConfig {
   struct Model {
     std::string config;     // path of a Hugging Face config.json
     std::string init_from;  // checkpoint or Hugging Face folder; "" = random
   } model;
   struct Data {
-    std::vector<DataSource> train;
+    std::vector<CorpusWeight> train;
     std::vector<std::string> validation;
     int64_t seq_len = 1024;
     int64_t validate_every = 0;  // steps; 0 = only after the last step
     int64_t validate_sequences = 64;
     bool mask_documents = false;
   } data;
-  struct MeshSizes {  // 0 = "auto": what the other dimensions leave
-    int64_t pp = 1, dp = 0, cp = 1, ep = 1;
-    int64_t replicate = 1;
+  struct MeshSizes : MeshShape {  // 0 = "auto": what the other dimensions leave
+    MeshSizes() { dp = 0; }
     ShardMode shard = ShardMode::kStep;
     PipelineSchedule schedule = PipelineSchedule::kDualPipeV;
   } mesh;
@@ -88,21 +81,22 @@ struct PretrainConfig {
   } log;
 };
 
-// Reads `path` with `overrides` ("train.steps=10", values in TOML) applied after it. `have_gpu`
-// resolves the defaults of device and dtype. Relative paths stay relative to the working folder.
-// Errors (kUsage): file:line:column, the key, the nearest valid key or the valid range. `needs_inputs` as in
-// check_config.
+// Reads `path` with `overrides` ("train.steps=10", values in TOML) applied after it. `have_gpu` resolves the defaults
+// of device and dtype. Relative paths stay relative to the working folder. `needs_inputs` as in check_config. Errors
+// (kUsage): file:line:column, the key, the nearest valid key or the valid range.
 PretrainConfig read_pretrain_config(const std::string& path, const std::vector<std::string>& overrides, bool have_gpu,
                                     bool needs_inputs = true);
 
-// What must hold between the keys, apart from each key's own range. Errors (kUsage) name the keys,
-// their values and the nearest ones that fit. A dimension that is still "auto" counts as 1. Without
-// `needs_inputs` (plans) corpora and init_from need not exist.
+// What must hold between the keys, apart from each key's own range. Errors (kUsage) name the keys, their values and the
+// nearest ones that fit. A dimension that is still "auto" counts as 1. Without `needs_inputs` (plans) corpora and
+// init_from need not exist.
 void check_config(const PretrainConfig& config, bool needs_inputs = true);
 
-// Puts in the "auto" dimension and checks the mesh against the number of processes, and the batch
-// sizes against the mesh. Errors (kUsage) name the nearest sizes that fit.
+// Puts in the "auto" dimension and checks the mesh against the number of processes, and the batch sizes against the
+// mesh. Errors (kUsage) name the nearest sizes that fit.
 void resolve_mesh(PretrainConfig& config, int64_t world);
+// resolve_mesh, and what must hold between a run's config and its model.
+void check_model_fits(PretrainConfig& config, const ModelShape& shape, int64_t world);
 
 // Every key with its default, valid values and meaning: `marrow pretrain --help-config`.
 std::string config_help();

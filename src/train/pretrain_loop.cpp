@@ -7,7 +7,6 @@
 #include "pipeline/layer_placement.h"
 #include "pipeline/model_setup.h"
 #include "train/evaluation.h"
-#include "train/learning_rate.h"
 #include "train/memory_estimate.h"
 #include "train/step_trace.h"
 
@@ -15,10 +14,6 @@ namespace marrow {
 namespace {
 
 constexpr double kHopperPeakTflops = 989.0;  // dense bf16, by the vendor's data sheet
-
-double balance_coefficient(const PretrainConfig& config, const ModelShape& shape) {
-  return config.router.coef >= 0 ? config.router.coef : shape.router_aux_loss_coef;
-}
 
 // "parameters 18.7 GB, gradients 12.5 GB, optimizer states 24.9 GB"
 std::string memory_breakdown(const ParameterStore& store) {
@@ -51,25 +46,14 @@ void check_same_tokenizer(const std::string& what, const std::string& hash, cons
                hash, other, other_hash);
 }
 
-const char* optimizer_name(OptimizerName name) { return name == OptimizerName::kMuon ? "muon" : "adamw"; }
+constexpr const char* kRouterState = "router_state.json";
+
+std::vector<double> to_list(const at::Tensor& values) {
+  const at::Tensor flat = values.cpu().to(at::kDouble).contiguous();
+  return {flat.data_ptr<double>(), flat.data_ptr<double>() + flat.numel()};
+}
 
 }  // namespace
-
-void check_model_fits(const PretrainConfig& config, const ModelShape& shape) {
-  MARROW_CHECK(config.data.seq_len <= shape.max_position, ExitCode::kUsage,
-               Fix("lower data.seq_len, or raise max_position_embeddings in the model's config"),
-               "data.seq_len = {} exceeds the model's max_position_embeddings = {}", config.data.seq_len,
-               shape.max_position);
-  const int64_t ep = std::max<int64_t>(config.mesh.ep, 1);  // 0: "auto", not yet known
-  MARROW_CHECK(shape.experts % ep == 0, ExitCode::kUsage, Fix("set mesh.ep to a divisor of {}", shape.experts),
-               "{} experts do not divide by mesh.ep = {}", shape.experts, ep);
-  MARROW_CHECK(!shape.tied_embeddings || config.mesh.pp <= 1 || config.mesh.schedule == PipelineSchedule::kDualPipeV,
-               ExitCode::kUsage, Fix("set mesh.schedule = \"dualpipev\", which has embedding and head on one rank"),
-               "mesh.schedule = \"1f1b\" with mesh.pp = {} divides the tied embedding of the model", config.mesh.pp);
-  MARROW_CHECK(config.router.balance != BalanceMode::kBias, ExitCode::kUsage,
-               Fix("set router.balance to \"global\", \"sequence\", \"micro\" or \"none\""),
-               "router.balance = \"bias\": this family's format cannot store a selection bias");
-}
 
 PretrainLoop::PretrainLoop(const PretrainConfig& config, Bootstrap& bootstrap, RunRecords& records, Logger& logger)
     : config_(config), bootstrap_(bootstrap), records_(records), logger_(logger), device_(at::kCPU) {
@@ -85,17 +69,14 @@ PretrainLoop::PretrainLoop(const PretrainConfig& config, Bootstrap& bootstrap, R
   load_initial_state();
   if (mesh_.rank != 0) return;
   write_text_file_atomically(config_.log.dir + "/run.toml", to_toml(config_));
-  metrics_.emplace(config.log.dir, step_);
+  metrics_.emplace(config.log.dir, state_.step);
 }
 
 void PretrainLoop::open_inputs() {
   model_config_text_ = read_text_file(config_.model.config, ExitCode::kUsage);
   model_ = open_model(Json::parse(model_config_text_, config_.model.config, ExitCode::kUsage));
-  check_model_fits(config_, model_->shape());  // first what fits with no number of processes
-  resolve_mesh(config_, bootstrap_.size());
-  check_model_fits(config_, model_->shape());
-  const PretrainConfig::MeshSizes& sizes = config_.mesh;
-  mesh_ = Mesh({sizes.pp, sizes.dp, sizes.cp, sizes.ep, sizes.replicate}, bootstrap_.rank());
+  check_model_fits(config_, model_->shape(), bootstrap_.size());
+  mesh_ = Mesh(config_.mesh, bootstrap_.rank());
   set_cpu_threads(config_.train.cpu_threads, bootstrap_.ranks_on_host());
   at::globalContext().setDeterministicAlgorithms(config_.train.deterministic, false);
   open_data();
@@ -149,7 +130,7 @@ void PretrainLoop::make_engine() {
 
   BalanceTracker::Options balance;
   balance.mode = config_.router.balance;
-  balance.coef = balance_coefficient(config_, shape);
+  balance.coef = config_.router.coef >= 0 ? config_.router.coef : shape.router_aux_loss_coef;
   balance.z_loss = config_.router.z_loss;
   balance.layers = shape.layers;
   balance.experts = shape.experts;
@@ -185,12 +166,10 @@ void PretrainLoop::open_data() {
   options.seed = config_.train.seed;
   options.vocab_size = model_->shape().vocab;
   options.mask_documents = config_.data.mask_documents;
-  for (const DataSource& source : config_.data.train) {
-    options.sources.push_back({source.path, source.weight});
-  }
+  options.sources = config_.data.train;
   loader_.emplace(options);
   for (const std::string& warning : loader_->warnings()) logger_.warn(warning);
-  describe_data();
+  describe_run();
   options.shuffle = false;
   for (const std::string& prefix : config_.data.validation) {
     options.sources = {{prefix, 1.0}};
@@ -200,23 +179,25 @@ void PretrainLoop::open_data() {
   }
 }
 
-// What a checkpoint says of the data, read once: the files may be gone when it is saved.
-void PretrainLoop::describe_data() {
-  data_state_.seed = config_.train.seed;
-  data_state_.seq_len = config_.data.seq_len;
-  data_state_.mask_documents = config_.data.mask_documents;
-  data_state_.corpus = loader_->fingerprint();
-  data_state_.tokenizer_hash = loader_->tokenizer_hash();
+// What a checkpoint says of the run and its data, read once: the files may be gone when it is saved.
+void PretrainLoop::describe_run() {
+  state_.optimizer = config_.optimizer.name == OptimizerName::kMuon ? "muon" : "adamw";
+  state_.state_dtype = config_.optimizer.state_dtype == TrainDtype::kBf16 ? "bf16" : "fp32";
+  state_.seed = config_.train.seed;
+  state_.seq_len = config_.data.seq_len;
+  state_.mask_documents = config_.data.mask_documents;
+  state_.corpus = loader_->fingerprint();
+  state_.tokenizer_hash = loader_->tokenizer_hash();
   const std::string& prefix = config_.data.train[0].path;
   const std::optional<CorpusInfo> info = IndexedCorpus(prefix).info();
   if (!info) return;
-  data_state_.end_of_document = info->end_of_document.value_or(-1);
+  state_.end_of_document = info->end_of_document.value_or(-1);
   if (info->tokenizer == "bytes") {
-    data_state_.tokenizer = "bytes";
+    state_.tokenizer = "bytes";
     tokenizer_files_ = bytes_tokenizer_files();
     return;
   }
-  data_state_.tokenizer = "tokenizer.json";
+  state_.tokenizer = "tokenizer.json";
   if (!std::filesystem::exists(info->tokenizer)) {
     logger_.warn(
         fmt::format("the tokenizer of {} is no longer at {}: checkpoints will lack it", prefix, info->tokenizer));
@@ -261,19 +242,21 @@ std::optional<Checkpoint> PretrainLoop::checkpoint_to_resume() {
 }
 
 void PretrainLoop::resume_from(const Checkpoint& checkpoint) {
-  check_resumable(checkpoint.state(), checkpoint.config(), trainer_state(),
+  check_resumable(checkpoint.state(), checkpoint.config(), state_,
                   Json::parse(model_config_text_, config_.model.config, ExitCode::kUsage));
   load_weights(*model_, checkpoint.folder(), *store_);
   checkpoint.load_optimizer(store_->owned_ranges());
-  for (const NamedTensor& saved : checkpoint.router_state()) {
-    if (saved.name == "previous_counts") tracker_->previous_counts().copy_(saved.tensor);
-    if (saved.name == "bias") tracker_->bias().copy_(saved.tensor);
+  const Json router = Json::read_file(checkpoint.folder() + "/" + kRouterState);
+  for (const auto& [name, values] :
+       {std::pair("previous_counts", tracker_->previous_counts()), {"bias", tracker_->bias()}}) {
+    std::vector<double> saved;
+    for (const Json& value : router.at(name).elements()) saved.push_back(value.as_double());
+    values.copy_(at::tensor(saved, at::kDouble).view_as(values));
   }
-  step_ = checkpoint.state().step;
-  consumed_sequences_ = checkpoint.state().consumed_sequences;
-  skipped_steps_ = checkpoint.state().skipped_steps;
-  saved_step_ = step_;
-  logger_.info(fmt::format("resumed from {} at step {}", checkpoint.folder(), step_));
+  state_.step = saved_step_ = checkpoint.state().step;
+  state_.consumed_sequences = checkpoint.state().consumed_sequences;
+  state_.skipped_steps = checkpoint.state().skipped_steps;
+  logger_.info(fmt::format("resumed from {} at step {}", checkpoint.folder(), state_.step));
 }
 
 void PretrainLoop::initialize_from(const std::string& path) {
@@ -289,23 +272,12 @@ void PretrainLoop::initialize_from(const std::string& path) {
   logger_.info(fmt::format("initial weights from {}", path));
 }
 
-TrainerState PretrainLoop::trainer_state() const {
-  TrainerState state = data_state_;
-  state.step = step_;
-  state.consumed_sequences = consumed_sequences_;
-  state.skipped_steps = skipped_steps_;
-  state.optimizer = optimizer_name(config_.optimizer.name);
-  state.state_dtype = config_.optimizer.state_dtype == TrainDtype::kBf16 ? "bf16" : "fp32";
-  return state;
-}
-
 template <typename Body>
-void PretrainLoop::with_step(int64_t step, Body body) {
+auto PretrainLoop::with_step(int64_t step, Body body) {
   try {
-    body();
+    return body();
   } catch (Error& error) {
-    error.add_who(fmt::format("step {}", step));
-    throw;
+    throw error.add_who(fmt::format("step {}", step));
   } catch (const c10::OutOfMemoryError& error) {
     Error ours(ExitCode::kDeviceFault,
                fmt::format("out of memory on {}: {}, activations of {} tokens in {} layers the rest; {}", device_.str(),
@@ -326,12 +298,10 @@ int64_t PretrainLoop::run(StopSignal& stop) {
     if (pending) with_step(pending->step, [&] { report(std::move(*pending)); });
     pending.reset();
   };
-  while (step_ < config_.train.steps && !stopping_) {
-    const int64_t step = step_ + 1;
-    std::optional<PendingStep> launched;
-    with_step(step, [&] { launched.emplace(launch_traced(step)); });
-    // The previous step's numbers are read while the device works on this one.
-    settle();
+  while (state_.step < config_.train.steps && !stopping_) {
+    const int64_t step = state_.step + 1;
+    PendingStep launched = with_step(step, [&] { return launch_traced(step); });
+    settle();  // the previous step's numbers are read while the device works on this one
     pending = std::move(launched);
     const bool last = step == config_.train.steps;
     const auto due = [&](int64_t every) { return every > 0 && step % every == 0; };
@@ -343,21 +313,21 @@ int64_t PretrainLoop::run(StopSignal& stop) {
     });
   }
   settle();
-  if (saved_step_ != step_) save(step_);
+  if (saved_step_ != state_.step) save(state_.step);
   checkpoints_->finish();
-  return step_;
+  return state_.step;
 }
 
 // Writes a trace and a timeline of the step if log.trace names it.
 PretrainLoop::PendingStep PretrainLoop::launch_traced(int64_t step) {
   if (std::ranges::count(config_.log.trace, step) == 0) return launch_step(step, nullptr);
-  StepTrace trace(device_, config_.log.memory_trace);
+  start_trace(device_, config_.log.memory_trace);
   ActionTimer timer(device_);
   PendingStep launched = launch_step(step, &timer);
   launched.values.values();  // all of the step must be in the trace
   const std::string rank = bootstrap_.size() > 1 ? fmt::format("-rank-{:04}", mesh_.rank) : "";
   const std::string path = fmt::format("{}/trace-{:08}{}.json", config_.log.dir, step, rank);
-  trace.save(path);
+  save_trace(path);
   const std::string timeline = timeline_path(config_.log.dir, step, mesh_.rank);
   write_text_file_atomically(timeline, timeline_json(timer.timeline()));
   logger_.info(fmt::format("step {}: trace in {}, timeline in {}", step, path, timeline));
@@ -368,7 +338,8 @@ PretrainLoop::PendingStep PretrainLoop::launch_traced(int64_t step) {
 MicroBatch PretrainLoop::load_micro_batch(int64_t index) const {
   const int64_t size = config_.train.micro_batch;
   const int64_t first = (index * mesh_.data_ranks() + mesh_.data_rank()) * size;
-  return to_micro_batch(loader_->load(consumed_sequences_ + first, size), config_.data.mask_documents, mesh_, device_);
+  return to_micro_batch(loader_->load(state_.consumed_sequences + first, size), config_.data.mask_documents, mesh_,
+                        device_);
 }
 
 // N, of all ranks' sequences. Without document masks every token has a target.
@@ -377,7 +348,7 @@ int64_t PretrainLoop::count_targets() const {
   if (!config_.data.mask_documents) return sequences * config_.data.seq_len;
   int64_t targets = 0;
   for (int64_t i = 0; i < sequences; ++i) {
-    const SequenceBatch batch = loader_->load(consumed_sequences_ + i, 1);
+    const SequenceBatch batch = loader_->load(state_.consumed_sequences + i, 1);
     targets += std::ranges::count_if(batch.targets, [](int32_t target) { return target >= 0; });
   }
   return targets;
@@ -404,8 +375,8 @@ PretrainLoop::PendingStep PretrainLoop::launch_step(int64_t step, ActionTimer* t
   tracker_->end_step();
   const double rate = learning_rate(config_.optimizer, step, config_.train.steps);
   optimizer_->step(rate, step, loss_sum);
-  step_ = step;
-  consumed_sequences_ += sequences;
+  state_.step = step;
+  state_.consumed_sequences += sequences;
   const at::Tensor numbers = at::cat({sums, loss_sum, optimizer_->grad_norm(), tracker_->losses().to(at::kDouble),
                                       tracker_->load_max_over_mean().to(at::kDouble)});
   return {step, targets, rate, DeferredValues(numbers)};
@@ -445,15 +416,15 @@ void PretrainLoop::report(PendingStep pending) {
 
 void PretrainLoop::check_finite(int64_t step, double loss, double grad_norm) {
   if (std::isfinite(loss) && std::isfinite(grad_norm)) return;
-  ++skipped_steps_;
-  MARROW_CHECK(skipped_steps_ <= config_.train.skip_nonfinite, ExitCode::kDiverged,
+  ++state_.skipped_steps;
+  MARROW_CHECK(state_.skipped_steps <= config_.train.skip_nonfinite, ExitCode::kDiverged,
                Fix("lower optimizer.lr or lengthen optimizer.warmup_steps and resume from the last "
                    "checkpoint; train.skip_nonfinite = N skips up to N such steps"),
                "step {}: loss {} and gradient norm {} must be finite ({} such steps, "
                "train.skip_nonfinite = {})",
-               step, loss, grad_norm, skipped_steps_, config_.train.skip_nonfinite);
+               step, loss, grad_norm, state_.skipped_steps, config_.train.skip_nonfinite);
   logger_.warn(fmt::format("step {}: loss {}, gradient norm {}: update skipped ({} of {})", step, loss, grad_norm,
-                           skipped_steps_, config_.train.skip_nonfinite));
+                           state_.skipped_steps, config_.train.skip_nonfinite));
 }
 
 void PretrainLoop::validate(int64_t step) {
@@ -464,7 +435,8 @@ void PretrainLoop::validate(int64_t step) {
     sizes.sequences = std::min(config_.data.validate_sequences, loader.samples_per_epoch());
     sizes.micro_batch = config_.train.micro_batch;
     sizes.mask_documents = config_.data.mask_documents;
-    const EvaluationResult result = evaluate_corpus(*executor_, loader, device_, sizes, mesh_, links_.world.get());
+    const EvaluationResult result =
+        evaluate_corpus(*executor_, loader, device_, sizes, logger_, mesh_, links_.world.get());
     loss += result.loss * static_cast<double>(result.targets);
     targets += result.targets;
   }
@@ -476,10 +448,13 @@ void PretrainLoop::validate(int64_t step) {
 
 void PretrainLoop::save(int64_t step) {
   CheckpointContent content;
-  content.state = trainer_state();
+  content.state = state_;
   if (store_->options().replicas.index == 0) content.ranges = store_->owned_ranges();
-  content.router_state = {{"previous_counts", tracker_->previous_counts().cpu()}, {"bias", tracker_->bias().cpu()}};
   content.side_files = tokenizer_files_;
+  content.side_files.push_back({kRouterState, JsonWriter()
+                                                  .field("previous_counts", to_list(tracker_->previous_counts()),
+                                                         "bias", to_list(tracker_->bias()))
+                                                  .text()});
   content.side_files.push_back({"config.json", model_config_text_});
   content.side_files.push_back({"run.toml", to_toml(config_)});
   checkpoints_->save(content);

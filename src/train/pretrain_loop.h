@@ -15,10 +15,6 @@
 
 namespace marrow {
 
-// What must hold between a run's config and its model. Errors (kUsage) name key, values and what fits. Sizes of the
-// mesh that are still "auto" count as 1.
-void check_model_fits(const PretrainConfig& config, const ModelShape& shape);
-
 class PretrainLoop {
  public:
   // Opens model, corpora and the run folder, and loads the newest checkpoint or initial values. Every
@@ -43,12 +39,11 @@ class PretrainLoop {
   void open_run_folder();
   void make_links();
   void make_engine();
-  void describe_data();
+  void describe_run();
   void load_initial_state();
   std::optional<Checkpoint> checkpoint_to_resume();
   void resume_from(const Checkpoint& checkpoint);
   void initialize_from(const std::string& path);
-  TrainerState trainer_state() const;
 
   MicroBatch load_micro_batch(int64_t index) const;
   int64_t count_targets() const;
@@ -59,7 +54,7 @@ class PretrainLoop {
   void validate(int64_t step);
   void save(int64_t step);
   template <typename Body>
-  void with_step(int64_t step, Body body);
+  auto with_step(int64_t step, Body body);
 
   PretrainConfig config_;
   Bootstrap& bootstrap_;
@@ -71,7 +66,7 @@ class PretrainLoop {
   at::Device device_;
   std::optional<FileLock> lock_;
   std::optional<BatchLoader> loader_;
-  TrainerState data_state_;  // its fields that describe the data
+  TrainerState state_;
   std::vector<SideFile> tokenizer_files_;
   std::vector<BatchLoader> validation_;
   MeshCommunicators links_;
@@ -83,9 +78,6 @@ class PretrainLoop {
   std::optional<CheckpointWriter> checkpoints_;
   std::optional<MetricsWriter> metrics_;
 
-  int64_t step_ = 0;                // done
-  int64_t consumed_sequences_ = 0;  // by those steps
-  int64_t skipped_steps_ = 0;
   int64_t saved_step_ = -1;
   StopSignal* stop_ = nullptr;
   bool stopping_ = false;

@@ -4,8 +4,7 @@
 
 #include <filesystem>
 
-#include "base/files.h"
-#include "base/json.h"
+#include "train/metrics.h"
 
 namespace marrow {
 namespace {
@@ -69,15 +68,6 @@ std::vector<Point> thinned(const std::vector<Point>& points) {
   return out;
 }
 
-// A step of 1, 2 or 5 times a power of ten that cuts `range` into at most `count` parts.
-double nice_step(double range, int count) {
-  const double power = std::pow(10.0, std::floor(std::log10(range / count)));
-  for (const double factor : {1.0, 2.0, 5.0}) {
-    if (range / (factor * power) <= count) return factor * power;
-  }
-  return 10 * power;
-}
-
 std::string svg(const std::vector<Point>& points, bool from_zero) {
   if (points.empty()) return "<p>no values</p>";
   const auto [lowest, highest] = std::minmax_element(points.begin(), points.end(), lower);
@@ -85,36 +75,23 @@ std::string svg(const std::vector<Point>& points, bool from_zero) {
   const double y_high = std::max(highest->y, y_low + std::max(1e-9, 0.01 * std::abs(y_low)));
   const double x_high = std::max(points.back().x, 2.0);
   const auto sx = [&](double x) { return kLeft + (x - 1) / (x_high - 1) * (kWidth - kLeft); };
-  const auto sy = [&](double y) {
-    return kHeight - kBottom - (y - y_low) / (y_high - y_low) * (kHeight - kTop - kBottom);
-  };
+  const auto sy = [&](double y) { return kTop + (y_high - y) / (y_high - y_low) * (kHeight - kTop - kBottom); };
   std::string body;
-  const double y_step = nice_step(y_high - y_low, 5);
+  double y_step = std::pow(10.0, std::floor(std::log10((y_high - y_low) / 2)));
+  if ((y_high - y_low) / y_step > 8) y_step *= 5;
   for (double i = std::ceil(y_low / y_step); i * y_step <= y_high; ++i) {
     body += fmt::format(R"(<line x1="{0}" x2="{1}" y1="{2:.1f}" y2="{2:.1f}"/><text x="4" y="{2:.1f}">{3:.6g}</text>)",
                         kLeft, kWidth, sy(i * y_step), i * y_step);
   }
   body += fmt::format(R"(<text x="{}" y="{}" text-anchor="end">step {:.0f}</text>)", kWidth, kHeight - 6, x_high);
   std::string line;
-  for (const Point& point : thinned(points)) {
-    line += fmt::format("{:.1f},{:.1f} ", sx(point.x), sy(point.y));
-  }
+  for (const Point& point : thinned(points)) line += fmt::format("{:.1f},{:.1f} ", sx(point.x), sy(point.y));
   return fmt::format(R"(<svg viewBox="0 0 {} {}">{}<polyline points="{}"/></svg>)", kWidth, kHeight, body, line);
 }
 
 std::string tile(const std::string& name, double value, int digits) {
   const std::string text = std::isfinite(value) ? fmt::format("{:.{}f}", value, digits) : "none";
   return fmt::format("<div class=\"card\"><b>{}</b>{}</div>", text, name);
-}
-
-std::vector<Json> read_lines(const std::string& path) {
-  const std::string text = read_text_file(path, ExitCode::kUsage);
-  std::vector<Json> lines;
-  for (size_t start = 0, end; (end = text.find('\n', start)) != std::string::npos; start = end + 1) {
-    lines.push_back(
-        Json::parse(std::string_view(text).substr(start, end - start), fmt::format("{}:{}", path, lines.size() + 1)));
-  }
-  return lines;
 }
 
 // The values of a metric over the steps; lines without it, or with null, are left out.
@@ -135,7 +112,8 @@ RunSummary write_run_report(const std::string& dir) {
   const std::string metrics = dir + "/metrics.jsonl";
   MARROW_CHECK(std::filesystem::is_regular_file(metrics), ExitCode::kUsage,
                Fix("give the folder of a run: [log] dir, by default runs/NAME"), "{} does not exist", metrics);
-  const std::vector<Json> lines = read_lines(metrics);
+  std::vector<Json> lines;
+  read_metrics(metrics, [&](const std::string&, const Json& line) { lines.push_back(line); });
   RunSummary summary{dir + "/report.html", 0, last_value(points_of(lines, "loss")),
                      last_value(points_of(lines, "validation_loss"))};
   double tokens = 0, seconds = 0;

@@ -4,7 +4,7 @@
 
 namespace marrow {
 
-StepTrace::StepTrace(at::Device device, bool memory) {
+void start_trace(at::Device device, bool memory) {
   using torch::profiler::impl::ActivityType;
   std::set<ActivityType> activities = {ActivityType::CPU};
   if (device.is_cuda()) activities.insert(ActivityType::CUDA);
@@ -14,6 +14,6 @@ StepTrace::StepTrace(at::Device device, bool memory) {
   torch::autograd::profiler::enableProfiler(config, activities);
 }
 
-void StepTrace::save(const std::string& path) { torch::autograd::profiler::disableProfiler()->save(path); }
+void save_trace(const std::string& path) { torch::autograd::profiler::disableProfiler()->save(path); }
 
 }  // namespace marrow

@@ -4,13 +4,7 @@
 
 namespace marrow {
 
-// Records from construction; `save` ends the recording and writes the file (JSON), which
-// ui.perfetto.dev and chrome://tracing open. One at a time.
-class StepTrace {
- public:
-  // `memory`: allocations and frees too.
-  StepTrace(at::Device device, bool memory);
-  void save(const std::string& path);
-};
+void start_trace(at::Device device, bool memory);  // `memory`: allocations and frees too. One at a time
+void save_trace(const std::string& path);          // ends it; JSON for ui.perfetto.dev and chrome://tracing
 
 }  // namespace marrow

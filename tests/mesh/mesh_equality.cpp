@@ -92,7 +92,8 @@ class References {
     for (setting.seed = 3; seed == 0; ++setting.seed) {
       fs::remove_all(folder(setting));
       PretrainConfig config = run_config(root_, fs::path(folder(setting)).filename(), setting);
-      config.mesh = {1, 1, 1, 1, 1};
+      config.mesh = {};
+      config.mesh.dp = 1;
       Bootstrap alone;
       take_least_router_gap();
       run(config, alone);

@@ -52,7 +52,7 @@ PretrainConfig run_config(const std::string& root, const std::string& name, cons
   config.data.validate_sequences = 5;  // divides by no number of ranks
   config.data.seq_len = 32;
   config.data.mask_documents = setting.documents;
-  config.mesh = {setting.mesh.pp, setting.mesh.dp, setting.mesh.cp, setting.mesh.ep, setting.mesh.replicate};
+  static_cast<MeshShape&>(config.mesh) = setting.mesh;
   config.mesh.schedule = setting.schedule;
   config.train.steps = setting.steps;
   config.train.global_batch = setting.sequences();

@@ -52,7 +52,7 @@ def metrics(name):
 
 def hashes(folder):
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()
-            for path in sorted(Path(folder).glob("*.safetensors"))}
+            for pattern in ("*.safetensors", "router_state.json") for path in sorted(Path(folder).glob(pattern))}
 
 
 def refused(done, code, *words):
@@ -324,10 +324,17 @@ def masks_drop_targets():
     check(results[1]["tokens"] < results[0]["tokens"], "a document's last token has no target")
 
 
+def evaluation_shows_progress():
+    words = ("eval", WORK / "masked", "--data", WORK / "corpus", "--seq-len", "32", "--micro-batch", "1")
+    check("evaluate " in marrow(*words).stderr, "a long evaluation says how far it is")
+    check(marrow(*words, "--json").stderr == "", "but not under --json")
+
+
 def main():
     make_corpus()
     for case in (resume_is_exact, layouts_agree, recomputation_changes_no_bit, signals_save, damage_is_passed_over, full_disk, divergence, changed_runs,
-                 new_runs_keep_apart, small_updates_survive, bad_models, odd_words_and_files, masks_drop_targets):
+                 new_runs_keep_apart, small_updates_survive, bad_models, odd_words_and_files, masks_drop_targets,
+                 evaluation_shows_progress):
         start = time.time()
         case()
         print(f"{case.__name__}: {time.time() - start:.1f} s", flush=True)

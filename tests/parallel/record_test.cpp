@@ -35,12 +35,6 @@ TEST_F(RecordTest, TheTableShowsTheLastOperation) {
   EXPECT_NE(records.table().find("done"), std::string::npos);
 }
 
-TEST_F(RecordTest, AFolderHasOneRunAtATime) {
-  RunRecords first(/*json=*/false), second(/*json=*/false);
-  first.open(folder_, alone_, "rank 0", 60);
-  EXPECT_THROW(second.open(folder_, alone_, "rank 0", 60), Error);
-}
-
 TEST_F(RecordTest, AnOperationThatDoesNotEndEndsTheRun) {
   const auto hang = [this](bool progress) {
     RunRecords records(/*json=*/false);
@@ -78,6 +72,17 @@ TEST_F(RecordTest, TheFirstErrorStaysAndTheOthersFollowItsCode) {
   };
   EXPECT_EXIT(follow(), testing::ExitedWithCode(2), "^$");
   EXPECT_EQ(read_first_error(folder_).text, "error: another rank\n");
+}
+
+// Two launches on one folder: each answers for its own ranks alone.
+TEST_F(RecordTest, AnotherLaunchsErrorIsNotReadAsOnesOwn) {
+  std::filesystem::create_directories(folder_ + "/ranks");
+  OutputFile(folder_ + "/ranks/first-error").append("4 77-abc vanished\nerror: theirs\n");
+  EXPECT_EQ(read_first_error(folder_, "78-def").code, 0);
+  const FirstError own = read_first_error(folder_, "77-abc");
+  EXPECT_EQ(own.code, 4);
+  EXPECT_TRUE(own.vanished);
+  EXPECT_EQ(own.text, "error: theirs\n");
 }
 
 TEST_F(RecordTest, WithoutAFailureThereIsNoFirstError) { EXPECT_EQ(read_first_error(folder_).code, 0); }

@@ -111,10 +111,7 @@ TEST(CheckpointTest, RestoresStateAndSideFiles) {
   EXPECT_EQ(to_json(checkpoint.state()), to_json(toy_content(toy, {}, 42).state));
   EXPECT_EQ(checkpoint.config().at("vocab_size").as_int(), 515);
   EXPECT_EQ(read_text_file(checkpoint.folder() + "/run.toml"), "# a run\n");
-  const auto router = checkpoint.router_state();
-  ASSERT_EQ(router.size(), 1u);
-  EXPECT_EQ(router[0].name, "counts");
-  EXPECT_TRUE(router[0].tensor.equal(at::arange(16, at::kLong).view({2, 8})));
+  EXPECT_EQ(read_text_file(checkpoint.folder() + "/router_state.json"), "{\"a\": [1]}");
 }
 
 TEST(CheckpointTest, AsynchronousSaveHoldsTheValuesOfItsMoment) {
@@ -209,8 +206,11 @@ TEST(CheckpointTest, NotesOfAnotherSaveAreIgnored) {
   options.run = "run";
   options.timeout_seconds = 20;
   CheckpointFiles stale(step_folder(options.dir, 1), toy.entries, at::kFloat, options.max_shard_bytes);
-  stale.create("earlier-1");
-  for (const int64_t rank : {0, 1}) stale.finish_writing(rank);
+  stale.open(0, "earlier-1");
+  stale.finish_writing();
+  CheckpointFiles stale_second(step_folder(options.dir, 1), toy.entries, at::kFloat, options.max_shard_bytes);
+  stale_second.open(1, "earlier-1", 1);
+  stale_second.finish_writing();
   const auto owned = cut(toy, 2, 8, 4);
   std::vector<std::thread> threads;
   for (const int64_t rank : {1, 0}) {
@@ -261,7 +261,7 @@ TEST(CheckpointTest, DamagedOnesAreNamedAndSkipped) {
        }}};
   for (const char* file :
        {"model-00001-of-00005.safetensors", "model-00005-of-00005.safetensors", "optimizer-00003-of-00010.safetensors",
-        "router_state.safetensors", "trainer_state.json", "config.json", "run.toml", "COMPLETE"}) {
+        "router_state.json", "trainer_state.json", "config.json", "run.toml", "COMPLETE"}) {
     damages.emplace_back(file, [=](const std::string& f) {  // one bit of one byte
       const std::string path = f + "/" + file;
       flip_byte(path, fs::file_size(path) * 3 / 4);

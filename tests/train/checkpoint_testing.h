@@ -111,8 +111,7 @@ inline CheckpointContent toy_content(const ToyModel& toy, std::vector<OwnedRange
   content.state.end_of_document = 256;
   content.state.optimizer = toy.optimizer == OptimizerName::kMuon ? "muon" : "adamw";
   content.ranges = std::move(ranges);
-  content.router_state = {{"counts", at::arange(16, at::kLong).view({2, 8})}};
-  content.side_files = {{"config.json", toy.text}, {"run.toml", "# a run\n"}};
+  content.side_files = {{"config.json", toy.text}, {"run.toml", "# a run\n"}, {"router_state.json", "{\"a\": [1]}"}};
   return content;
 }
 

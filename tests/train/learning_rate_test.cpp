@@ -1,4 +1,4 @@
-#include "train/learning_rate.h"
+#include "train/optimizer.h"
 
 #include <gtest/gtest.h>
 
