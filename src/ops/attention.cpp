@@ -7,14 +7,6 @@
 namespace marrow {
 namespace {
 
-struct AttentionState {
-  RowAttention rows;                // on the CPU, and in fp32 on the GPU
-  std::optional<GpuAttention> gpu;  // else
-  int64_t batch = 1;                // of the GPU kernels' [B, S]: 1 with documents
-
-  Tensor batched(const Tensor& x) const { return x.unflatten(0, {batch, -1}); }
-};
-
 // Document boundaries, or those of the sequences.
 std::vector<int64_t> segments(const AttentionLayout& layout) {
   if (!layout.document_offsets.empty()) {
@@ -50,41 +42,7 @@ GpuAttention gpu_attention(const Tensor& q, const Tensor& v, const AttentionLayo
   return gpu;
 }
 
-struct AttentionFunction : torch::autograd::Function<AttentionFunction> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
-                        const AttentionState& state) {
-    // Below autograd's view tracking: a Function's output must not count as a view.
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    variable_list kept{q, k, v};
-    if (state.gpu) {
-      variable_list results = attention_gpu_forward(*state.gpu, state.batched(q), state.batched(k), state.batched(v));
-      results[0] = results[0].flatten(0, 1);
-      kept.insert(kept.end(), results.begin(), results.end());
-    } else {
-      const auto [out, lse] = attention_rows_forward(state.rows, q, k, v);
-      kept.insert(kept.end(), {out, lse});
-    }
-    ctx->save_for_backward(kept);
-    save_state(ctx, state);
-    return kept[3];
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& d_out) {
-    const auto& state = saved_state<AttentionState>(ctx);
-    variable_list saved = ctx->get_saved_variables();
-    const Tensor d = d_out[0].contiguous();
-    if (!state.gpu) {
-      const auto [dq, dk, dv] =
-          attention_rows_backward(state.rows, saved[0], saved[1], saved[2], saved[3], saved[4], d);
-      return {dq, dk, dv, Tensor()};
-    }
-    for (int i = 0; i < 4; ++i) saved[i] = state.batched(saved[i]);
-    const auto [dq, dk, dv] = attention_gpu_backward(*state.gpu, saved, state.batched(d));
-    return {dq.flatten(0, 1), dk.flatten(0, 1), dv.flatten(0, 1), Tensor()};
-  }
-};
-
-Tensor with_dense_rows(const Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); }
+Tensor with_dense_rows(const Tensor& x) { return x.stride(-1) == 1 ? x.detach() : x.detach().contiguous(); }
 
 }  // namespace
 
@@ -115,15 +73,27 @@ void check_attention(const Tensor& q, const Tensor& k, const Tensor& v, const At
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionLayout& layout, double scale,
                  bool deterministic) {
   check_attention(q, k, v, layout);
-  AttentionState state;
+  variable_list kept{with_dense_rows(q), with_dense_rows(k), with_dense_rows(v)};
   if (q.is_cpu() || q.scalar_type() == at::kFloat || q.numel() == 0) {
-    state.rows = visible_rows(layout, scale);
-  } else {
-    state.gpu = gpu_attention(q, v, layout, scale, deterministic);
-    state.gpu->backward = at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad());
-    if (layout.document_offsets.empty()) state.batch = layout.sequences;
+    const RowAttention rows = visible_rows(layout, scale);
+    const auto [out, lse] = attention_rows_forward(rows, kept[0], kept[1], kept[2]);
+    return differentiable({q, k, v}, {out}, [=, lse = lse, out = out](const variable_list& d_out) -> variable_list {
+      const auto [dq, dk, dv] =
+          attention_rows_backward(rows, kept[0], kept[1], kept[2], out, lse, d_out[0].contiguous());
+      return {dq, dk, dv};
+    })[0];
   }
-  return AttentionFunction::apply(with_dense_rows(q), with_dense_rows(k), with_dense_rows(v), state);
+  GpuAttention gpu = gpu_attention(q, v, layout, scale, deterministic);
+  gpu.backward = at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad());
+  const int64_t batch = layout.document_offsets.empty() ? layout.sequences : 1;  // of the kernels' [B, S]
+  const auto batched = [batch](const Tensor& x) { return x.unflatten(0, {batch, -1}); };
+  for (Tensor& x : kept) x = batched(x);
+  const variable_list results = attention_gpu_forward(gpu, kept[0], kept[1], kept[2]);
+  kept.insert(kept.end(), results.begin(), results.end());
+  return differentiable({q, k, v}, {results[0].flatten(0, 1)}, [=](const variable_list& d_out) -> variable_list {
+    const auto [dq, dk, dv] = attention_gpu_backward(gpu, kept, batched(d_out[0].contiguous()));
+    return {dq.flatten(0, 1), dk.flatten(0, 1), dv.flatten(0, 1)};
+  })[0];
 }
 
 }  // namespace marrow

@@ -27,7 +27,8 @@ struct FlashArguments {
   std::optional<Tensor> offsets;
   std::optional<int64_t> left, right;
 
-  explicit FlashArguments(const GpuAttention& attention) : offsets(if_defined(attention.pieces)) {
+  explicit FlashArguments(const GpuAttention& attention) {
+    if (attention.pieces.defined()) offsets = attention.pieces;
     if (attention.left < 0) return;
     left = attention.left;
     if (attention.causal) right = 0;

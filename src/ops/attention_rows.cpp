@@ -60,46 +60,17 @@ void for_blocks(const RowAttention& attention, const Tensor& q, const Tensor& k,
   });
 }
 
-// The composition on the GPU: q and d_out as [Hkv, T · group, …], so that a key/value head meets all
-// its query rows in one product; k and v as [Hkv, K, …]. Scores of hidden pairs are −∞.
-Tensor plain_scores(const RowAttention& attention, const Tensor& queries, const Tensor& keys) {
-  const int64_t group = queries.size(1) / std::max<int64_t>(1, attention.first_key.size());
-  const auto per_row = [&](const std::vector<int64_t>& limits) {
-    return at::tensor(limits, at::kLong).to(queries.device()).repeat_interleave(group).unsqueeze(1);
-  };
-  const Tensor key = at::arange(keys.size(1), queries.options().dtype(at::kLong));
-  const Tensor hidden = key.lt(per_row(attention.first_key)).logical_or_(key.ge(per_row(attention.end_key)));
-  return at::matmul(queries, keys.transpose(1, 2)).masked_fill_(hidden, -INFINITY);
-}
-
-std::pair<Tensor, Tensor> plain_forward(const RowAttention& attention, const Tensor& queries, const Tensor& keys,
-                                        const Tensor& values) {
-  const Tensor scores = plain_scores(attention, queries, keys), lse = scores.logsumexp(-1, true);
-  const Tensor weights = scores.softmax(-1).masked_fill_(scores.isneginf(), 0);  // also of a row without keys
-  return {at::matmul(weights, values), lse};
-}
-
-std::array<Tensor, 3> plain_backward(const RowAttention& attention, const Tensor& queries, const Tensor& keys,
-                                     const Tensor& values, const Tensor& lse, const Tensor& deltas,
-                                     const Tensor& d_results) {
-  const Tensor weights = plain_scores(attention, queries, keys).sub_(lse).exp_();
-  const Tensor d_scores = at::matmul(d_results, values.transpose(1, 2)).sub_(deltas).mul_(weights);
-  return {at::matmul(d_scores, keys), at::matmul(d_scores.transpose(1, 2), queries),
-          at::matmul(weights.transpose(1, 2), d_results)};
-}
-
 }  // namespace
 
 std::pair<Tensor, Tensor> attention_rows_forward(const RowAttention& attention, const Tensor& q, const Tensor& k,
                                                  const Tensor& v) {
+  if (!q.is_cpu()) {
+    const auto [out, lse] = attention_rows_forward(attention, q.cpu(), k.cpu(), v.cpu());
+    return {out.to(q.device()), lse.to(q.device())};
+  }
   const int64_t kv_heads = k.size(1), size = q.size(2), value_size = v.size(2);
   const Tensor queries = by_kv_head(q, kv_heads).mul(attention.scale);
   const Tensor keys = by_kv_head(k, kv_heads), values = by_kv_head(v, kv_heads);
-  if (!q.is_cpu()) {
-    const auto [out, lse] = plain_forward(attention, queries.flatten(1, 2), keys.flatten(1, 2), values.flatten(1, 2));
-    const std::array<int64_t, 2> rows{q.size(0), queries.size(2)};
-    return {by_token(out.unflatten(1, rows), q.scalar_type()), lse.squeeze(2).unflatten(1, rows)};
-  }
   const Tensor out = at::empty({kv_heads, q.size(0), queries.size(2), value_size});
   const Tensor lse = at::empty({kv_heads, q.size(0), queries.size(2)});
   for_blocks(attention, queries, keys, [&](const Block& block, float* scores, float*) {
@@ -129,19 +100,17 @@ std::pair<Tensor, Tensor> attention_rows_forward(const RowAttention& attention, 
 std::array<Tensor, 3> attention_rows_backward(const RowAttention& attention, const Tensor& q, const Tensor& k,
                                               const Tensor& v, const Tensor& out, const Tensor& lse,
                                               const Tensor& d_out) {
+  if (!q.is_cpu()) {
+    auto gradients = attention_rows_backward(attention, q.cpu(), k.cpu(), v.cpu(), out.cpu(), lse.cpu(), d_out.cpu());
+    for (Tensor& gradient : gradients) gradient = gradient.to(q.device());
+    return gradients;
+  }
   const int64_t kv_heads = k.size(1), size = q.size(2), value_size = v.size(2);
   const Tensor queries = by_kv_head(q, kv_heads).mul(attention.scale);
   const Tensor keys = by_kv_head(k, kv_heads), values = by_kv_head(v, kv_heads);
   const Tensor d_results = by_kv_head(d_out, kv_heads);
   const Tensor deltas = (d_results * by_kv_head(out, kv_heads)).sum(-1);  // [Hkv, T, group]
   const at::ScalarType dtype = q.scalar_type();
-  if (!q.is_cpu()) {
-    const auto [dq, dk, dv] =
-        plain_backward(attention, queries.flatten(1, 2), keys.flatten(1, 2), values.flatten(1, 2),
-                       lse.flatten(1).unsqueeze(2), deltas.flatten(1).unsqueeze(2), d_results.flatten(1, 2));
-    return {by_token(dq.view_as(queries).mul(attention.scale), dtype), by_token(dk.unsqueeze(2), dtype),
-            by_token(dv.unsqueeze(2), dtype)};
-  }
   const Tensor dq = at::empty_like(queries), dk = at::zeros_like(keys), dv = at::zeros_like(values);
   for_blocks(attention, queries, keys, [&](const Block& block, float* scores, float* d_scores) {
     const int64_t n = block.keys, rows = block.rows;

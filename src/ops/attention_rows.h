@@ -13,8 +13,7 @@ struct RowAttention {
 };
 
 // q [T, Hq, D], k [K, Hkv, D], v [K, Hkv, Dv] → out [T, Hq, Dv] in q's dtype, and log-sum-exp
-// [Hkv, T, Hq / Hkv] fp32; 0 and −∞ for a row that sees no key. Fast on the CPU; on the GPU a plain
-// fp32 composition over all T · K pairs, for tests.
+// [Hkv, T, Hq / Hkv] fp32; 0 and −∞ for a row that sees no key. Tensors on a GPU go by way of the host, for tests.
 std::pair<at::Tensor, at::Tensor> attention_rows_forward(const RowAttention& attention, const at::Tensor& q,
                                                          const at::Tensor& k, const at::Tensor& v);
 

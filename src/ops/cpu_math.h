@@ -76,13 +76,49 @@ inline float inverse_rms(const float* x, int64_t size, float eps) {
   return 1.0f / std::sqrt(squares / static_cast<float>(size) + eps);
 }
 
-// target[c] += Σ_r partials[r · stride + c] for c < columns, each sum in the order of r.
-inline void add_column_sums(const float* partials, int64_t rows, int64_t stride, int64_t columns, float* target) {
-  for (int64_t c = 0; c < columns; ++c) {
-    float sum = 0;
-    for (int64_t r = 0; r < rows; ++r) sum += partials[r * stride + c];
-    target[c] += sum;
+// RMSNorm of a row, and its gradient: dx and d_weight +=.
+inline void norm_row(const float* x, const float* weight, float* out, int64_t size, float eps) {
+  const float scale = inverse_rms(x, size, eps);
+#pragma omp simd
+  for (int64_t c = 0; c < size; ++c) out[c] = x[c] * scale * weight[c];
+}
+
+inline void norm_row_backward(const float* x, const float* dy, const float* weight, float* dx, float* d_weight,
+                              int64_t size, float eps) {
+  const float scale = inverse_rms(x, size, eps);
+  float dot = 0;
+#pragma omp simd reduction(+ : dot)
+  for (int64_t c = 0; c < size; ++c) {
+    dot += dy[c] * weight[c] * x[c];
+    d_weight[c] += dy[c] * x[c] * scale;
   }
+  const float shift = dot * scale * scale / static_cast<float>(size);
+#pragma omp simd
+  for (int64_t c = 0; c < size; ++c) dx[c] += scale * (dy[c] * weight[c] - x[c] * shift);
+}
+
+// Calls work(row, sums [width]) for all rows; → Σ of the sums, in an order that does not depend on the threads.
+template <typename Work>
+std::vector<float> sum_over_rows(int64_t rows, int64_t width, const Work& work) {
+  constexpr int64_t kRows = 256;  // of a partial sum
+  const int64_t chunks = (rows + kRows - 1) / kRows;
+  std::vector<float> partials(chunks * width, 0.0f), total(width, 0.0f);
+  at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin * kRows; row < std::min(rows, end * kRows); ++row) {
+      work(row, partials.data() + row / kRows * width);
+    }
+  });
+  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+    for (int64_t c = 0; c < width; ++c) total[c] += partials[chunk * width + c];
+  }
+  return total;
+}
+
+// target, if defined, += its share of what sum_over_rows gave.
+inline void add_sums(const float* sums, const at::Tensor& target) {
+  if (!target.defined()) return;
+  float* to = target.data_ptr<float>();
+  for (int64_t c = 0; c < target.numel(); ++c) to[c] += sums[c];
 }
 
 inline float sum8(__m256 x) {

@@ -3,39 +3,6 @@
 #include "ops/op_tools.h"
 
 namespace marrow {
-namespace {
-
-struct LinearState {
-  Parameter weight;
-  std::optional<Parameter> bias;
-  WeightGradQueue* queue;
-};
-
-struct LinearFunction : torch::autograd::Function<LinearFunction> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const LinearState& state) {
-    ctx->save_for_backward({x});
-    save_state(ctx, state);
-    if (state.bias) return at::addmm(state.bias->value, x, state.weight.value.t());
-    return at::mm(x, state.weight.value.t());
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& d_out) {
-    const auto& state = saved_state<LinearState>(ctx);
-    const Tensor x = ctx->get_saved_variables()[0].detach();
-    const Tensor dy = d_out[0];
-    const Tensor weight_grad = state.weight.grad;
-    const Tensor bias_grad = state.bias ? state.bias->grad : Tensor();
-    if (weight_grad.defined() || bias_grad.defined()) {
-      state.queue->push([weight_grad, bias_grad, dy, x] {
-        if (weight_grad.defined()) accumulate_weight_grad(weight_grad, dy, x);
-        if (bias_grad.defined()) bias_grad.add_(at::sum(dy, {0}, false, at::kFloat));
-      });
-    }
-    return {at::mm(dy, state.weight.value), Tensor()};
-  }
-};
-
-}  // namespace
 
 Tensor linear(const Tensor& x, const Parameter& weight, WeightGradQueue& queue, const Parameter* bias) {
   MARROW_CHECK(x.dim() == 2 && weight.value.dim() == 2 && x.size(1) == weight.value.size(1) &&
@@ -43,9 +10,18 @@ Tensor linear(const Tensor& x, const Parameter& weight, WeightGradQueue& queue, 
                ExitCode::kUsage, Fix("compare the model's config.json with the weights' shapes"),
                "linear: x {} {} does not fit {} {} {}", c10::str(x.sizes()), c10::toString(x.scalar_type()),
                weight.name, c10::str(weight.value.sizes()), c10::toString(weight.value.scalar_type()));
-  LinearState state{weight, std::nullopt, &queue};
-  if (bias != nullptr) state.bias = *bias;
-  return LinearFunction::apply(x, state);
+  const Tensor in = x.detach(), bias_grad = bias != nullptr ? bias->grad : Tensor();
+  const Tensor y = bias != nullptr ? at::addmm(bias->value, in, weight.value.t()) : at::mm(in, weight.value.t());
+  return differentiable({x}, {y}, [=, &queue](const variable_list& d_out) -> variable_list {
+    const Tensor &dy = d_out[0], &weight_grad = weight.grad;
+    if (weight_grad.defined() || bias_grad.defined()) {
+      queue.push([=] {
+        if (weight_grad.defined()) accumulate_weight_grad(weight_grad, dy, in);
+        if (bias_grad.defined()) bias_grad.add_(at::sum(dy, {0}, false, at::kFloat));
+      });
+    }
+    return {at::mm(dy, weight.value)};
+  })[0];
 }
 
 void accumulate_weight_grad(const Tensor& grad, const Tensor& dy, const Tensor& x) {

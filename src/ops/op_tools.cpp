@@ -1,10 +1,39 @@
 #include "ops/op_tools.h"
 
+#include <torch/csrc/autograd/functions/utils.h>
+
 #ifdef MARROW_CUDA
 #include <c10/cuda/CUDAStream.h>
 #endif
 
 namespace marrow {
+namespace {
+
+struct OperatorNode final : torch::autograd::Node {
+  OperatorNode(torch::autograd::edge_list&& inputs, Backward backward)
+      : Node(std::move(inputs)), backward(std::move(backward)) {}
+  variable_list apply(variable_list&& gradients) override {
+    for (size_t i = 0; i < gradients.size(); ++i) {
+      if (!gradients[i].defined()) gradients[i] = input_metadata(i).zeros_like();
+    }
+    return backward(gradients);
+  }
+  void release_variables() override { backward = nullptr; }
+  Backward backward;
+};
+
+}  // namespace
+
+variable_list differentiable(const variable_list& inputs, variable_list outputs, Backward backward) {
+  if (!torch::autograd::compute_requires_grad(inputs)) return outputs;
+  // New handles: one that `backward` captured must not own the node that owns it.
+  for (Tensor& output : outputs) output = output.variable_data();
+  torch::autograd::set_history(
+      outputs,
+      std::shared_ptr<OperatorNode>(new OperatorNode(torch::autograd::collect_next_edges(inputs), std::move(backward)),
+                                    torch::autograd::deleteNode));
+  return outputs;
+}
 
 void check_tensor(std::string_view name, const Tensor& tensor, at::ScalarType dtype, at::IntArrayRef sizes,
                   std::optional<at::Device> device) {

@@ -6,14 +6,6 @@
 namespace marrow {
 namespace {
 
-struct RouterState {
-  RouterShape shape;
-  Parameter weight;       // of which value and gradient may come and go between forward and backward
-  Tensor selection_bias;  // may be undefined
-  std::shared_ptr<RouterBalance> balance;
-  WeightGradQueue* queue;
-};
-
 // What the backward reads of the forward's work: probabilities [T, E] and lse [T], fp32.
 struct Routing {
   RouterOutput out;
@@ -84,57 +76,27 @@ Tensor differentiate_cpu(const RouterShape& shape, const BackwardInputs& in) {
   return d_logits;
 }
 
-Tensor backward_cpu(const RouterState& state, const BackwardInputs& in) {
-  const Tensor d_logits = differentiate_cpu(state.shape, in);
-  if (state.weight.grad.defined()) {
-    state.queue->push(
-        [grad = state.weight.grad, d_logits, x = in.x.detach()] { accumulate_weight_grad(grad, d_logits, x); });
-  }
-  return at::mm(d_logits, in.weight.to(at::kFloat)).to(in.x.scalar_type());
-}
-
-// bf16: d_logits in two bf16 parts [T, 2E], so that tensor cores lose no precision of it.
-Tensor backward_gpu(const RouterState& state, const BackwardInputs& in) {
-  const RouterShape& shape = state.shape;
+// bf16 on the GPU: in two bf16 parts [T, 2E], so that tensor cores lose no precision of it.
+Tensor differentiate_gpu(const RouterShape& shape, const BackwardInputs& in) {
   const int64_t parts = in.x.scalar_type() == at::kBFloat16 ? 2 : 1;
   const Tensor d_logits = at::empty({shape.tokens, shape.experts * parts}, in.x.options());
   MARROW_CUDA_CALL(router_backward_cuda(shape, in.probabilities, in.lse, in.experts, in.weights, in.d_weights,
                                         in.balance_gradient, in.z_loss_gradient, d_logits));
-  if (state.weight.grad.defined()) {
-    state.queue->push([grad = state.weight.grad, d_logits, x = in.x.detach(), parts] {
-      for (const Tensor& part : d_logits.chunk(parts, 1)) accumulate_weight_grad(grad, part, x);
-    });
-  }
-  return at::mm(d_logits, parts == 2 ? at::cat({in.weight, in.weight}) : in.weight);
+  return d_logits;
 }
 
-struct RouterFunction : torch::autograd::Function<RouterFunction> {
-  static variable_list forward(AutogradContext* ctx, const Tensor& x, const RouterState& state) {
-    const auto route = x.is_cuda() ? route_gpu : route_cpu;
-    const auto [out, probabilities, lse] = route(x, state.weight.value, state.selection_bias, state.shape);
-    ctx->save_for_backward({x, probabilities, lse, out.experts, out.weights});
-    save_state(ctx, state);
-    ctx->set_materialize_grads(false);
-    ctx->mark_non_differentiable({out.experts, out.counts, out.probability_sums, out.z_sum});
-    return {out.experts, out.weights, out.counts, out.probability_sums, out.z_sum};
+// d x; the weight's gradient is put off.
+Tensor backward(const RouterShape& shape, const BackwardInputs& in, const Tensor& weight_grad, WeightGradQueue& queue) {
+  const Tensor d_logits = (in.x.is_cuda() ? differentiate_gpu : differentiate_cpu)(shape, in);
+  const int64_t parts = shape.tokens > 0 ? d_logits.size(1) / shape.experts : 1;
+  if (weight_grad.defined()) {
+    queue.push([=, x = in.x] {
+      for (const Tensor& part : d_logits.chunk(parts, 1)) accumulate_weight_grad(weight_grad, part, x);
+    });
   }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& d_out) {
-    const auto& state = saved_state<RouterState>(ctx);
-    const variable_list saved = ctx->get_saved_variables();
-    BackwardInputs in{saved[0], state.weight.value, saved[1], saved[2], saved[3], saved[4], {}, {}, 0.0f};
-    if (d_out[1].defined()) in.d_weights = d_out[1].contiguous();
-    if (state.balance != nullptr) {
-      in.z_loss_gradient = static_cast<float>(state.balance->z_loss_gradient);
-      if (state.balance->gradient.defined()) {
-        in.balance_gradient = state.balance->gradient.contiguous();
-        check_tensor("RouterBalance::gradient", in.balance_gradient, at::kFloat,
-                     {state.shape.groups, state.shape.experts});
-      }
-    }
-    return {in.x.is_cuda() ? backward_gpu(state, in) : backward_cpu(state, in), {}};
-  }
-};
+  const Tensor weight = in.x.is_cpu() ? in.weight.to(at::kFloat) : in.weight;
+  return at::mm(d_logits, parts == 2 ? at::cat({weight, weight}) : weight).to(in.x.scalar_type());
+}
 
 }  // namespace
 
@@ -160,8 +122,23 @@ RouterOutput router(const Tensor& x, const Parameter& weight, const Tensor& sele
                           options.normalize,
                           options.forced,
                           static_cast<float>(options.scale)};
-  const auto out = RouterFunction::apply(x, RouterState{shape, weight, selection_bias, std::move(balance), &queue});
-  return {out[0], out[1], out[2], out[3], out[4]};
+  const Tensor in = x.detach();
+  auto [out, probabilities, lse] = (x.is_cuda() ? route_gpu : route_cpu)(in, w, selection_bias, shape);
+  BackwardInputs saved{in, w, probabilities, lse, out.experts, out.weights, {}, {}};
+  out.weights =
+      differentiable({x}, {out.weights}, [=, &queue, grad = weight.grad](const variable_list& d_out) -> variable_list {
+        BackwardInputs inputs = saved;
+        inputs.d_weights = d_out[0].contiguous();
+        if (balance != nullptr) {
+          inputs.z_loss_gradient = static_cast<float>(balance->z_loss_gradient);
+          if (balance->gradient.defined()) {
+            inputs.balance_gradient = balance->gradient.contiguous();
+            check_tensor("RouterBalance::gradient", inputs.balance_gradient, at::kFloat, {shape.groups, shape.experts});
+          }
+        }
+        return {backward(shape, inputs, grad, queue)};
+      })[0];
+  return out;
 }
 
 Tensor expert_fractions(const Tensor& counts, int64_t tokens_per_group, int64_t top_k) {

@@ -83,61 +83,31 @@ Tensor gather_scalars(const Tensor& values, const Tensor& index) {
   return out;
 }
 
-class GatherRows : public torch::autograd::Function<GatherRows> {
- public:
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& source_of_row,
-                        const Tensor& rows_of_source, int64_t rows) {
-    ctx->save_for_backward({rows_of_source});
-    return gather(x, source_of_row, rows);
-  }
-  static variable_list backward(AutogradContext* ctx, variable_list d_out) {
-    return {sum(d_out[0].contiguous(), ctx->get_saved_variables()[0], {}), {}, {}, {}};
-  }
-};
-
-class SumRows : public torch::autograd::Function<SumRows> {
- public:
-  static Tensor forward(AutogradContext* ctx, const Tensor& rows, const Tensor& source_of_row,
-                        const Tensor& rows_of_source, const std::optional<Tensor>& residual) {
-    ctx->save_for_backward({source_of_row});
-    ctx->saved_data["rows"] = rows.size(0);
-    ctx->saved_data["residual"] = residual.has_value();
-    return sum(rows, rows_of_source, residual.value_or(Tensor()));
-  }
-  static variable_list backward(AutogradContext* ctx, variable_list d_out) {
-    Tensor d_rows;
-    if (ctx->needs_input_grad(0)) {
-      d_rows = gather(d_out[0].contiguous(), ctx->get_saved_variables()[0], ctx->saved_data["rows"].toInt());
-    }
-    return {d_rows, {}, {}, ctx->saved_data["residual"].toBool() ? d_out[0] : Tensor()};
-  }
-};
-
-class GatherValues : public torch::autograd::Function<GatherValues> {
- public:
-  static Tensor forward(AutogradContext* ctx, const Tensor& weights, const Tensor& slot_of_row,
-                        const Tensor& rows_of_source) {
-    ctx->save_for_backward({rows_of_source});
-    return gather_scalars(weights, slot_of_row);
-  }
-  static variable_list backward(AutogradContext* ctx, variable_list d_out) {
-    return {gather_scalars(d_out[0].contiguous(), ctx->get_saved_variables()[0]), {}, {}};
-  }
-};
-
 }  // namespace
 
 Tensor gather_rows(const Tensor& x, const RowMap& map, int64_t rows) {
-  return GatherRows::apply(x, map.source_of_row, map.rows_of_source, rows);
+  const auto backward = [index = map.rows_of_source](const variable_list& d_out) -> variable_list {
+    return {sum(d_out[0].contiguous(), index, {})};
+  };
+  return differentiable({x}, {gather(x.detach(), map.source_of_row, rows)}, backward)[0];
 }
 
 Tensor sum_rows(const Tensor& rows, const RowMap& map, const Tensor& residual) {
-  return SumRows::apply(rows, map.source_of_row, map.rows_of_source, if_defined(residual));
+  const auto backward = [index = map.source_of_row, count = rows.size(0), differs = rows.requires_grad(),
+                         added = residual.defined()](const variable_list& d_out) -> variable_list {
+    return {differs ? gather(d_out[0].contiguous(), index, count) : Tensor(), added ? d_out[0] : Tensor()};
+  };
+  const Tensor start = residual.defined() ? residual.detach() : residual;
+  return differentiable({rows, residual}, {sum(rows.detach(), map.rows_of_source, start)}, backward)[0];
 }
 
 Tensor gather_values(const Tensor& weights, const ExpertPermutation& permutation) {
-  check_tensor("gather_values: weights", weights, at::kFloat, permutation.map.rows_of_source.sizes());
-  return GatherValues::apply(weights, permutation.slot_of_row, permutation.map.rows_of_source);
+  const Tensor& rows_of_source = permutation.map.rows_of_source;
+  check_tensor("gather_values: weights", weights, at::kFloat, rows_of_source.sizes());
+  const auto backward = [rows_of_source](const variable_list& d_out) -> variable_list {
+    return {gather_scalars(d_out[0].contiguous(), rows_of_source)};
+  };
+  return differentiable({weights}, {gather_scalars(weights.detach(), permutation.slot_of_row)}, backward)[0];
 }
 
 }  // namespace marrow

@@ -57,48 +57,46 @@ void backward_cpu(const Tensor& gate_up, const Tensor& row_weight, const Tensor&
   });
 }
 
-struct SwigluFunction : torch::autograd::Function<SwigluFunction> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& gate_up, const std::optional<Tensor>& weight) {
-    const Tensor row_weight = weight.value_or(Tensor());
-    ctx->save_for_backward({gate_up, row_weight});
-    const Tensor out = at::empty({gate_up.size(0), gate_up.size(1) / 2}, gate_up.options());
-    if (out.numel() == 0) return out;
-    if (out.is_cuda()) {
-      MARROW_CUDA_CALL(swiglu_forward_cuda(gate_up, row_weight, out));
-      return out;
-    }
-    const Tensor out32 = out.to(at::kFloat);
-    forward_cpu(gate_up.to(at::kFloat), row_weight, out32);
-    return out32.to(out.scalar_type());
+Tensor forward(const Tensor& gate_up, const Tensor& row_weight) {
+  const Tensor out = at::empty({gate_up.size(0), gate_up.size(1) / 2}, gate_up.options());
+  if (out.numel() == 0) return out;
+  if (out.is_cuda()) {
+    MARROW_CUDA_CALL(swiglu_forward_cuda(gate_up, row_weight, out));
+    return out;
   }
+  const Tensor out32 = out.to(at::kFloat);
+  forward_cpu(gate_up.to(at::kFloat), row_weight, out32);
+  return out32.to(out.scalar_type());
+}
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& d_out) {
-    const variable_list saved = ctx->get_saved_variables();
-    const Tensor &gate_up = saved[0], &row_weight = saved[1];
-    const Tensor d = d_out[0].contiguous(), d_gate_up = at::empty_like(gate_up);
-    Tensor d_row_weight;
-    if (row_weight.defined() && ctx->needs_input_grad(1)) d_row_weight = at::empty_like(row_weight);
-    if (d.numel() == 0) return {d_gate_up, d_row_weight.defined() ? d_row_weight.zero_() : d_row_weight};
-    if (d.is_cuda()) {
-      MARROW_CUDA_CALL(swiglu_backward_cuda(gate_up, row_weight, d, d_gate_up, d_row_weight));
-      return {d_gate_up, d_row_weight};
-    }
-    const Tensor d32 = d_gate_up.to(at::kFloat);
-    backward_cpu(gate_up.to(at::kFloat), row_weight, d.to(at::kFloat), d32, d_row_weight);
-    return {d32.to(gate_up.scalar_type()), d_row_weight};
+// → gradient of gate_up; fills d_row_weight, if defined.
+Tensor backward(const Tensor& gate_up, const Tensor& row_weight, const Tensor& d_out, const Tensor& d_row_weight) {
+  const Tensor d_gate_up = at::empty_like(gate_up);
+  if (d_out.numel() == 0) {
+    if (d_row_weight.defined()) d_row_weight.zero_();
+    return d_gate_up;
   }
-};
+  if (d_out.is_cuda()) {
+    MARROW_CUDA_CALL(swiglu_backward_cuda(gate_up, row_weight, d_out, d_gate_up, d_row_weight));
+    return d_gate_up;
+  }
+  const Tensor d32 = d_gate_up.to(at::kFloat);
+  backward_cpu(gate_up.to(at::kFloat), row_weight, d_out.to(at::kFloat), d32, d_row_weight);
+  return d32.to(gate_up.scalar_type());
+}
 
 }  // namespace
 
 Tensor swiglu(const Tensor& gate_up, const Tensor& row_weight) {
-  const Tensor x = gate_up.contiguous();
+  const Tensor x = gate_up.detach().contiguous();
+  const Tensor weights = row_weight.defined() ? row_weight.detach().contiguous() : row_weight;
   check_tensor("swiglu: gate_up", x, kWorkingDtype, {-1, gate_up.size(-1) / 2 * 2});
-  const Tensor weights = row_weight.defined() ? row_weight.contiguous() : row_weight;
-  if (weights.defined()) {
-    check_tensor("swiglu: row_weight", weights, at::kFloat, {gate_up.size(0)});
-  }
-  return SwigluFunction::apply(x, if_defined(weights));
+  if (weights.defined()) check_tensor("swiglu: row_weight", weights, at::kFloat, {gate_up.size(0)});
+  const bool weights_differ = row_weight.defined() && row_weight.requires_grad();
+  return differentiable({gate_up, row_weight}, {forward(x, weights)}, [=](const variable_list& d_out) -> variable_list {
+    const Tensor d_weights = weights_differ ? at::empty_like(weights) : Tensor();
+    return {backward(x, weights, d_out[0].contiguous(), d_weights), d_weights};
+  })[0];
 }
 
 }  // namespace marrow

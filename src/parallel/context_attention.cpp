@@ -138,89 +138,81 @@ void merge(const Tensor& out, const Tensor& lse, const Tensor& more_out, const T
   lse.copy_(at::logaddexp(lse, more));
 }
 
-struct RingAttention : torch::autograd::Function<RingAttention> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
-                        const RingState& state) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    const int64_t tokens = q.size(0), heads = q.size(1);
-    const Tensor out = at::zeros({tokens, heads, v.size(2)}, q.options().dtype(at::kFloat));
-    const Tensor lse = at::full({tokens, heads}, -INFINITY, out.options());
-    variable_list kernel_state;  // what a GPU backward wants of a forward, any one's
-    go_round(state, k, v, [&](int64_t step, const KeyValueBuffer& held) {
-      if (on_gpu_kernels(q)) {
-        for (const RingBlock& block : state.blocks(step)) {
-          const variable_list results = attention_gpu_forward(state.kernel(block, q, v), state.queries(q, block),
-                                                              state.keys(held.k, block), state.keys(held.v, block));
-          merge(state.queries(out, block), state.queries(lse, block), results[0], results[1].transpose(1, 2));
-          kernel_state = {results[2], results[3]};
-        }
-        return;
+// {q, k, v, out, log-sum-exp, and what a GPU backward wants of a forward, any one's}.
+variable_list ring_forward(const RingState& state, const Tensor& q, const Tensor& k, const Tensor& v) {
+  const int64_t tokens = q.size(0), heads = q.size(1);
+  const Tensor out = at::zeros({tokens, heads, v.size(2)}, q.options().dtype(at::kFloat));
+  const Tensor lse = at::full({tokens, heads}, -INFINITY, out.options());
+  variable_list kernel_state;
+  go_round(state, k, v, [&](int64_t step, const KeyValueBuffer& held) {
+    if (on_gpu_kernels(q)) {
+      for (const RingBlock& block : state.blocks(step)) {
+        const variable_list results = attention_gpu_forward(state.kernel(block, q, v), state.queries(q, block),
+                                                            state.keys(held.k, block), state.keys(held.v, block));
+        merge(state.queries(out, block), state.queries(lse, block), results[0], results[1].transpose(1, 2));
+        kernel_state = {results[2], results[3]};
       }
-      const RowAttention rows = state.rows(step);
-      if (rows.first_key == rows.end_key) return;
-      const auto [more, more_lse] = attention_rows_forward(rows, q.to(at::kFloat), held.k, held.v);
-      merge(out, lse, more, more_lse.transpose(0, 1).flatten(1));
-    });
-    variable_list kept{q, k, v, out.to(q.scalar_type()), lse};
-    kept.insert(kept.end(), kernel_state.begin(), kernel_state.end());
-    ctx->save_for_backward(kept);
-    save_state(ctx, state);
-    return kept[3];
-  }
-
-  // Keys and values go round again, and a step behind them the gradients that the ranks add to them.
-  static variable_list backward(AutogradContext* ctx, const variable_list& d_outs) {
-    const auto& state = saved_state<RingState>(ctx);
-    const variable_list saved = ctx->get_saved_variables();
-    const Tensor &q = saved[0], &k = saved[1], &v = saved[2], d_out = d_outs[0].contiguous();
-    const Tensor dq = at::zeros(q.sizes(), q.options().dtype(at::kFloat));
-    KeyValueBuffer arriving(k, v, at::kFloat);
-    PendingTransfer transfer;
-    go_round(state, k, v, [&](int64_t step, const KeyValueBuffer& held) {
-      KeyValueBuffer grads(k, v, at::kFloat);
-      grads.whole.zero_();
-      add_gradients(state, step, saved, d_out, held, dq, grads);
-      transfer.wait();
-      if (step > 0) grads.whole.add_(arriving.whole);
-      arriving = KeyValueBuffer(k, v, at::kFloat);
-      transfer = state.pass_on(grads.whole, arriving.whole);
-    });
-    transfer.wait();
-    return {dq.to(q.scalar_type()), arriving.k.to(k.scalar_type()), arriving.v.to(v.scalar_type()), Tensor()};
-  }
-
-  // The flash backward of one step. With out and log-sum-exp of all keys, each step's part is exact.
-  static void add_gradients(const RingState& state, int64_t step, const variable_list& saved, const Tensor& d_out,
-                            const KeyValueBuffer& held, const Tensor& dq, const KeyValueBuffer& grads) {
-    const Tensor &q = saved[0], &out = saved[3], &lse = saved[4];
-    if (!on_gpu_kernels(q)) {
-      const RowAttention rows = state.rows(step);
-      if (rows.first_key == rows.end_key) return;
-      const Tensor by_head = lse.unflatten(1, {held.k.size(1), -1}).transpose(0, 1).contiguous();
-      const auto [more_dq, dk, dv] =
-          attention_rows_backward(rows, q.to(at::kFloat), held.k, held.v, out, by_head, d_out);
-      dq.add_(more_dq);
-      grads.k.add_(dk);
-      grads.v.add_(dv);
       return;
     }
-    for (const RingBlock& block : state.blocks(step)) {
-      // out and d_out dense: cuDNN wants their strides equal.
-      const variable_list inputs{state.queries(q, block),
-                                 state.keys(held.k, block),
-                                 state.keys(held.v, block),
-                                 state.queries(out, block).contiguous(),
-                                 state.queries(lse, block).transpose(1, 2).contiguous(),
-                                 saved[5],
-                                 saved[6]};
-      const auto [more_dq, dk, dv] =
-          attention_gpu_backward(state.kernel(block, q, held.v), inputs, state.queries(d_out, block).contiguous());
-      state.queries(dq, block).add_(more_dq);
-      state.keys(grads.k, block).add_(dk);
-      state.keys(grads.v, block).add_(dv);
-    }
+    const RowAttention rows = state.rows(step);
+    if (rows.first_key == rows.end_key) return;
+    const auto [more, more_lse] = attention_rows_forward(rows, q.to(at::kFloat), held.k, held.v);
+    merge(out, lse, more, more_lse.transpose(0, 1).flatten(1));
+  });
+  variable_list kept{q, k, v, out.to(q.scalar_type()), lse};
+  kept.insert(kept.end(), kernel_state.begin(), kernel_state.end());
+  return kept;
+}
+
+// The flash backward of one step. With out and log-sum-exp of all keys, each step's part is exact.
+void add_gradients(const RingState& state, int64_t step, const variable_list& saved, const Tensor& d_out,
+                   const KeyValueBuffer& held, const Tensor& dq, const KeyValueBuffer& grads) {
+  const Tensor &q = saved[0], &out = saved[3], &lse = saved[4];
+  if (!on_gpu_kernels(q)) {
+    const RowAttention rows = state.rows(step);
+    if (rows.first_key == rows.end_key) return;
+    const Tensor by_head = lse.unflatten(1, {held.k.size(1), -1}).transpose(0, 1).contiguous();
+    const auto [more_dq, dk, dv] = attention_rows_backward(rows, q.to(at::kFloat), held.k, held.v, out, by_head, d_out);
+    dq.add_(more_dq);
+    grads.k.add_(dk);
+    grads.v.add_(dv);
+    return;
   }
-};
+  for (const RingBlock& block : state.blocks(step)) {
+    // out and d_out dense: cuDNN wants their strides equal.
+    const variable_list inputs{state.queries(q, block),
+                               state.keys(held.k, block),
+                               state.keys(held.v, block),
+                               state.queries(out, block).contiguous(),
+                               state.queries(lse, block).transpose(1, 2).contiguous(),
+                               saved[5],
+                               saved[6]};
+    const auto [more_dq, dk, dv] =
+        attention_gpu_backward(state.kernel(block, q, held.v), inputs, state.queries(d_out, block).contiguous());
+    state.queries(dq, block).add_(more_dq);
+    state.keys(grads.k, block).add_(dk);
+    state.keys(grads.v, block).add_(dv);
+  }
+}
+
+// Keys and values go round again, and a step behind them the gradients that the ranks add to them.
+variable_list ring_backward(const RingState& state, const variable_list& saved, const Tensor& d_out) {
+  const Tensor &q = saved[0], &k = saved[1], &v = saved[2];
+  const Tensor dq = at::zeros(q.sizes(), q.options().dtype(at::kFloat));
+  KeyValueBuffer arriving(k, v, at::kFloat);
+  PendingTransfer transfer;
+  go_round(state, k, v, [&](int64_t step, const KeyValueBuffer& held) {
+    KeyValueBuffer grads(k, v, at::kFloat);
+    grads.whole.zero_();
+    add_gradients(state, step, saved, d_out, held, dq, grads);
+    transfer.wait();
+    if (step > 0) grads.whole.add_(arriving.whole);
+    arriving = KeyValueBuffer(k, v, at::kFloat);
+    transfer = state.pass_on(grads.whole, arriving.whole);
+  });
+  transfer.wait();
+  return {dq.to(q.scalar_type()), arriving.k.to(k.scalar_type()), arriving.v.to(v.scalar_type())};
+}
 
 }  // namespace
 
@@ -303,8 +295,12 @@ Tensor context_attention(const Tensor& q, const Tensor& k, const Tensor& v, cons
   MARROW_CHECK(layout.seq_len % (2 * ring->size()) == 0, ExitCode::kUsage,
                Fix("set data.seq_len to a multiple of 2 · mesh.cp"), "context attention: seq_len {} over {} ranks",
                layout.seq_len, ring->size());
-  const auto dense = [](const Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); };
-  return RingAttention::apply(dense(q), k, v, RingState{layout, scale, deterministic, ring});
+  const RingState state{layout, scale, deterministic, ring};
+  const Tensor dense = q.stride(-1) == 1 ? q.detach() : q.detach().contiguous();
+  const variable_list saved = ring_forward(state, dense, k.detach(), v.detach());
+  return differentiable({q, k, v}, {saved[3]}, [=](const variable_list& d_out) {
+    return ring_backward(state, saved, d_out[0].contiguous());
+  })[0];
 }
 
 }  // namespace marrow
