@@ -82,7 +82,14 @@ void run_together(Bootstrap& bootstrap, const std::function<void()>& body) {
   const std::vector<std::string> codes = bootstrap.all_gather(code == 0 ? "" : std::to_string(code));
   const auto first = std::find_if(codes.begin(), codes.end(), [](const std::string& text) { return !text.empty(); });
   if (first == codes.end()) return;
-  if (first - codes.begin() == bootstrap.rank()) std::rethrow_exception(failure);
+  if (first - codes.begin() == bootstrap.rank()) {
+    try {
+      std::rethrow_exception(failure);
+    } catch (Error& error) {  // of the start: later the rank's record says who it is
+      if (bootstrap.size() > 1 && !bootstrap.recorded()) error.add_who(fmt::format("rank {}", bootstrap.rank()));
+      throw;
+    }
+  }
   throw PeerFailure{std::stoi(*first)};
 }
 

@@ -27,10 +27,14 @@ class Bootstrap {
   int64_t ranks_on_host() const { return ranks_on_host_; }
   // From here on the watchdog sees these operations too; nullptr ends it.
   void record_in(OperationSlot* slot) { slot_ = slot; }
+  // Until then an operation that takes longer is an error.
+  void set_start_seconds(double seconds) { start_seconds_ = seconds; }
+  bool recorded() const { return slot_ != nullptr; }
 
  protected:
   void find_local_ranks();  // by the hosts' names; collective
   OperationSlot* slot_ = nullptr;
+  double start_seconds_ = 600;
   int64_t local_rank_ = 0, ranks_on_host_ = 1;
 };
 

@@ -1,4 +1,6 @@
 // Communicators and bootstrap over MPI.
+#include <fmt/ranges.h>
+
 #include "parallel/communicator.h"
 
 #define OMPI_SKIP_MPICXX 1
@@ -7,7 +9,6 @@
 #include <chrono>
 #include <cstring>
 #include <exception>
-#include <numeric>
 #include <thread>
 
 #include "parallel/bootstrap.h"
@@ -72,10 +73,13 @@ class Requests {
     for_each_part(total, limit, [&](int64_t offset, int count) { check_mpi(body(offset, count, add(-1, 0)), call); });
   }
 
-  void wait() {
+  // True once all is done; false where that took longer than `limit` seconds (0: no limit).
+  bool wait(double limit = 0) {
     if (slot_ != nullptr) slot_->waited_for = true;
     auto pause = std::chrono::microseconds(20);
+    const auto start = std::chrono::steady_clock::now();
     for (int polls = 0; !done(); ++polls) {
+      if (limit > 0 && std::chrono::steady_clock::now() - start > std::chrono::duration<double>(limit)) return false;
       if (polls < 20) {
         std::this_thread::yield();
       } else {
@@ -83,9 +87,20 @@ class Requests {
         pause = std::min(pause * 5 / 4, std::chrono::microseconds(500));
       }
     }
-    if (slot_ == nullptr) return;
+    if (slot_ == nullptr) return true;
     slot_->waited_for = false;
     slot_->end();
+    return true;
+  }
+  // Ranks from which something has not come yet.
+  std::vector<int64_t> silent() {
+    std::vector<int64_t> ranks;
+    for (size_t i = 0; i < requests_.size(); ++i) {
+      int arrived = 0;
+      MPI_Test(&requests_[i], &arrived, MPI_STATUS_IGNORE);
+      if (arrived == 0 && expected_[i].from >= 0) ranks.push_back(expected_[i].from);
+    }
+    return ranks;
   }
 
  private:
@@ -153,28 +168,37 @@ class MpiBootstrap : public Bootstrap {
   bool is_mpi() const override { return true; }
 
   std::vector<std::string> all_gather(const std::string& bytes) override {
-    std::vector<int> lengths(static_cast<size_t>(size_)), places(lengths.size());
-    lengths[static_cast<size_t>(rank_)] = static_cast<int>(bytes.size());
-    const auto gather = [&](const auto& call) {
-      Requests requests("bootstrap", "all_gather", slot_, static_cast<int64_t>(bytes.size()));
-      requests.collective(1, 1, "MPI_Iallgatherv", [&](int64_t, int, MPI_Request* request) { return call(request); });
-      requests.wait();
+    std::vector<std::string> all(static_cast<size_t>(size_));
+    std::vector<int64_t> lengths(all.size());
+    const auto own = static_cast<int64_t>(bytes.size());
+    const auto gather = [&](const void* mine, int64_t size, const auto& place, const auto& size_of) {
+      Requests requests("bootstrap", "all_gather", slot_, size);
+      for (int peer = 0; peer < size_; ++peer) {
+        if (peer == rank_) continue;
+        requests.send(mine, size, peer, comm_, 0);
+        requests.receive(place(peer), size_of(peer), peer, comm_, 0);
+      }
+      if (!requests.wait(slot_ == nullptr ? start_seconds_ : 0)) fail_late(requests.silent());
     };
-    gather([&](MPI_Request* request) {
-      return MPI_Iallgather(MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, lengths.data(), 1, MPI_INT, comm_, request);
-    });
-    std::exclusive_scan(lengths.begin(), lengths.end(), places.begin(), 0);
-    std::string joined(static_cast<size_t>(places.back() + lengths.back()), '\0');
-    gather([&](MPI_Request* request) {
-      return MPI_Iallgatherv(bytes.data(), static_cast<int>(bytes.size()), MPI_BYTE, joined.data(), lengths.data(),
-                             places.data(), MPI_BYTE, comm_, request);
-    });
-    std::vector<std::string> all;
-    for (size_t r = 0; r < lengths.size(); ++r) all.push_back(joined.substr(places[r], lengths[r]));
+    gather(
+        &own, sizeof own, [&](size_t r) { return &lengths[r]; }, [](size_t) { return sizeof(int64_t); });
+    for (size_t r = 0; r < all.size(); ++r) all[r].resize(static_cast<size_t>(lengths[r]));
+    gather(
+        bytes.data(), own, [&](size_t r) { return all[r].data(); }, [&](size_t r) { return lengths[r]; });
+    all[static_cast<size_t>(rank_)] = bytes;
     return all;
   }
 
  private:
+  // The lowest rank that is not silent says so.
+  [[noreturn]] void fail_late(const std::vector<int64_t>& silent) const {
+    for (int64_t rank = 0; rank < rank_; ++rank) {
+      if (std::ranges::count(silent, rank) == 0) throw PeerFailure{static_cast<int>(ExitCode::kDeviceFault)};
+    }
+    MARROW_THROW(ExitCode::kDeviceFault, Fix("see whether these processes are stopped, or hang at their start"),
+                 "all_gather of the start has not ended within {} s: nothing came from rank {}", start_seconds_,
+                 fmt::join(silent, ", "));
+  }
   MPI_Comm comm_ = MPI_COMM_NULL;
   int rank_ = 0, size_ = 1;
 };

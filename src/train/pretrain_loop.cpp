@@ -58,6 +58,7 @@ std::vector<double> to_list(const at::Tensor& values) {
 PretrainLoop::PretrainLoop(const PretrainConfig& config, Bootstrap& bootstrap, RunRecords& records, Logger& logger)
     : config_(config), bootstrap_(bootstrap), records_(records), logger_(logger), device_(at::kCPU) {
   if (bootstrap.rank() != 0) logger.set_quiet(true);  // what all ranks find, one says
+  bootstrap.set_start_seconds(config.log.watchdog_seconds);
   if (config.train.device == TrainDevice::kGpu) device_ = use_gpu(bootstrap.local_rank());
   run_together(bootstrap, [&] { open_inputs(); });
   // Each rank may read files of its own.

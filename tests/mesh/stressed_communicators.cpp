@@ -20,7 +20,10 @@ bool delays_on = false;
 class StressedCommunicator final : public Communicator {
  public:
   StressedCommunicator(std::unique_ptr<Communicator> inner, at::Device device, int64_t world_rank)
-      : inner_(std::move(inner)), device_(device), random_(static_cast<uint64_t>(world_rank) * 977 + next_++) {}
+      : Communicator(inner->name(), inner->world_ranks(), world_rank),
+        inner_(std::move(inner)),
+        device_(device),
+        random_(static_cast<uint64_t>(world_rank) * 977 + next_++) {}
 
   ~StressedCommunicator() override {
     if (std::uncaught_exceptions() > 0) return;
@@ -35,50 +38,17 @@ class StressedCommunicator final : public Communicator {
       _exit(1);
     }
   }
-  StressedCommunicator(const StressedCommunicator&) = delete;
-  StressedCommunicator& operator=(const StressedCommunicator&) = delete;
-
-  const std::string& name() const override { return inner_->name(); }
-  int64_t rank() const override { return inner_->rank(); }
-  int64_t size() const override { return inner_->size(); }
-
-  PendingTransfer all_reduce(const at::Tensor& values) override {
-    return late(1, values.numel(), [&] { return inner_->all_reduce(values); });
-  }
-  PendingTransfer broadcast(const at::Tensor& values, int64_t root) override {
-    return late(2, values.numel(), [&] { return inner_->broadcast(values, root); });
-  }
-  PendingTransfer all_gather(const at::Tensor& whole, std::span<const int64_t> bounds) override {
-    return late(3, whole.numel(), [&] { return inner_->all_gather(whole, bounds); });
-  }
-  PendingTransfer reduce_scatter(const at::Tensor& whole, std::span<const int64_t> bounds) override {
-    return late(4, whole.numel(), [&] { return inner_->reduce_scatter(whole, bounds); });
-  }
-  PendingTransfer all_to_all(const at::Tensor& send, std::span<const int64_t> send_rows, const at::Tensor& receive,
-                             std::span<const int64_t> receive_rows) override {
-    // Each rank has sizes of its own.
-    return late(5, 0, [&] { return inner_->all_to_all(send, send_rows, receive, receive_rows); });
-  }
-  PendingTransfer send(const at::Tensor& values, int64_t to) override {
-    return late(0, 0, [&] { return inner_->send(values, to); });
-  }
-  PendingTransfer receive(const at::Tensor& values, int64_t from) override {
-    return late(0, 0, [&] { return inner_->receive(values, from); });
-  }
-  PendingTransfer exchange(const at::Tensor& sent, int64_t to, const at::Tensor& received, int64_t from) override {
-    return late(0, 0, [&] { return inner_->exchange(sent, to, received, from); });
-  }
-
- private:
-  // `operation` 0: between two ranks, and no part of the order that all must share.
-  template <typename Start>
-  PendingTransfer late(uint64_t operation, int64_t elements, const Start& start) {
-    if (operation > 0) {
-      chain_ = (chain_ ^ (operation + 8 * static_cast<uint64_t>(elements))) * 0x9E3779B97F4A7C15ULL;
+  PendingTransfer start(const Operation& operation) override {
+    // Between two ranks: no part of the order that all must share. Of an all_to_all each rank has sizes of its own.
+    const bool pair = operation.kind >= Operation::kSend;
+    const int64_t elements = operation.kind == Operation::kAllToAll ? 0 : operation.values().numel();
+    if (!pair) {
+      chain_ = (chain_ ^ (static_cast<uint64_t>(operation.kind) + 8 * static_cast<uint64_t>(elements) + 1)) *
+               0x9E3779B97F4A7C15ULL;
       chain_ ^= chain_ >> 29;
     }
     const uint64_t draw = random_();
-    if (draw % 16 != 0) return start();
+    if (draw % 16 != 0) return inner_->start(operation);
     const auto microseconds = static_cast<int64_t>((draw >> 8) % 2000);
 #ifdef MARROW_CUDA
     if (device_.is_cuda()) {
@@ -87,13 +57,14 @@ class StressedCommunicator final : public Communicator {
       const at::cuda::CUDAStreamGuard aside(at::cuda::getStreamFromPool());
       ready.block(at::cuda::getCurrentCUDAStream());
       at::cuda::sleep(microseconds * 1500);
-      return start();
+      return inner_->start(operation);
     }
 #endif
     std::this_thread::sleep_for(std::chrono::microseconds(microseconds));
-    return start();
+    return inner_->start(operation);
   }
 
+ private:
   static inline uint64_t next_ = 0;
   std::unique_ptr<Communicator> inner_;
   at::Device device_;
