@@ -4,11 +4,9 @@
 // After the precompiled header:
 #include <benchmark/benchmark.h>
 
-#include "ops/adamw.h"
 #include "ops/grouped_linear.h"
 #include "ops/linear_cross_entropy.h"
-#include "ops/muon.h"
-#include "ops/reductions.h"
+#include "ops/optimizer.h"
 #include "ops/router.h"
 #include "ops/rows.h"
 #ifdef MARROW_CUDA

@@ -11,8 +11,7 @@
 #include "ops/pch.h"
 #include "ops/recompute.h"
 #include "ops/router.h"
-#include "ops/row_map.h"
-#include "ops/weight_grad_queue.h"
+#include "ops/rows.h"
 
 namespace marrow {
 

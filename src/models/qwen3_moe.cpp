@@ -1,7 +1,6 @@
 #include "models/qwen3_moe.h"
 
 #include "models/key_value_cache.h"
-#include "ops/expert_permutation.h"
 #include "ops/grouped_linear.h"
 #include "ops/linear.h"
 #include "ops/qk_norm_rope.h"

@@ -1,7 +1,6 @@
 #include "ops/attention.h"
 
-#include "ops/attention_gpu.h"
-#include "ops/attention_rows.h"
+#include "ops/attention_kernels.h"
 #include "ops/op_tools.h"
 
 namespace marrow {

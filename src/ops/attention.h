@@ -4,8 +4,7 @@
 
 namespace marrow {
 
-// How [T] flattened tokens, T = sequences · seq_len, attend: row i sees keys
-// [max(document start, i − window + 1), i].
+// How [T] flattened tokens, T = sequences · seq_len, attend: row i sees keys [max(document start, i − window + 1), i].
 struct AttentionLayout {
   int64_t sequences = 1;
   int64_t seq_len = 0;

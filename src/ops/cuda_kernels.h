@@ -59,14 +59,12 @@ void expert_permutation_cuda(View experts, View block_rows, View offsets, View s
 // accumulator fp32 += addend bf16.
 void add_bf16_to_fp32_cuda(View accumulator, View addend);
 
-// Row r of logits [R, V]: losses[r] = -log softmax(row)[targets[r]], 0 where the target is -1 (NaN
-// where it is outside the vocabulary). with_gradient overwrites the row by gradient_scale · d loss
-// / d logits.
+// Row r of logits [R, V]: losses[r] = -log softmax(row)[targets[r]], 0 where the target is -1 (NaN where it is outside
+// the vocabulary). with_gradient overwrites the row by gradient_scale · d loss / d logits.
 void cross_entropy_cuda(View logits, View targets, View losses, float gradient_scale, bool with_gradient);
 
-// momentum_buffer = lerp(momentum_buffer, g, 1 - momentum); direction (bf16) = lerp(g,
-// momentum_buffer, momentum), g = *grad_scale · grad. A gated step (scale 0 or not finite) leaves
-// the buffer alone and gives zeros.
+// momentum_buffer = lerp(momentum_buffer, g, 1 - momentum); direction (bf16) = lerp(g, momentum_buffer, momentum), g =
+// *grad_scale · grad. A gated step (scale 0 or not finite) leaves the buffer alone and gives zeros.
 void muon_momentum_cuda(View grad, View momentum_buffer, View direction, View grad_scale, float momentum,
                         bool zero_grad);
 
@@ -135,8 +133,7 @@ void router_backward_cuda(const RouterShape& shape, View probabilities, View lse
 // out[r] = x[source[r]], zero where source is -1; source int32.
 void gather_rows_cuda(View x, View source, View out);
 
-// out[t] = residual[t] (or 0) + Σ_j rows[rows_of_source[t, j]] over the indices of rows that exist;
-// sums in fp32.
+// out[t] = residual[t] (or 0) + Σ_j rows[rows_of_source[t, j]] over the indices of rows that exist; sums in fp32.
 void sum_rows_cuda(View rows, View rows_of_source, View residual, View out);
 
 // out[i] = values[index[i]], 0 where index is -1.

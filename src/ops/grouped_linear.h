@@ -1,14 +1,12 @@
 // One matrix product per expert, over rows sorted by expert.
 #pragma once
 #include "ops/parameter.h"
-#include "ops/weight_grad_queue.h"
 
 namespace marrow {
 
-// out[r] = rows[r] · weight[e]ᵀ for offsets[e-1] ≤ r < offsets[e]. rows [R, K] fp32 or bf16,
-// weight [E, N, K] of the same dtype, offsets [E] int32 on the same device → [R, N]. Rows from
-// offsets[E-1] on are zero on the CPU, and not written on the GPU. bf16 on the GPU needs K and N
-// divisible by 8. The weight's gradient goes through `queue`.
+// out[r] = rows[r] · weight[e]ᵀ for offsets[e-1] ≤ r < offsets[e]. rows [R, K] fp32 or bf16, weight [E, N, K] of the
+// same dtype, offsets [E] int32 on the same device → [R, N]. Rows from offsets[E-1] on are zero on the CPU, and not
+// written on the GPU. bf16 on the GPU needs K and N divisible by 8. The weight's gradient goes through `queue`.
 at::Tensor grouped_linear(const at::Tensor& rows, const Parameter& weight, const at::Tensor& offsets,
                           WeightGradQueue& queue);
 

@@ -1,6 +1,5 @@
-// What kernels share: checks of launches, wide loads and stores, sums over a block and over partial
-// rows. Neither torch's headers nor base/error.h come here: nvcc needs 2 s for a plain file and
-// over a minute for one with torch.
+// What kernels share: checks of launches, wide loads and stores, sums over a block and over partial rows. Neither
+// torch's headers nor base/error.h come here: nvcc needs 2 s for a plain file and over a minute for one with torch.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
@@ -22,6 +21,7 @@ namespace marrow {
 [[noreturn]] void throw_cuda_error(const char* call, const char* status, const char* file, int line);
 cudaStream_t current_stream();  // ATen's
 
+// Loops over constants need no #pragma unroll: the machine code was the same with it.
 using bf16 = __nv_bfloat16;
 
 template <typename T, int N>
@@ -29,18 +29,16 @@ struct alignas(sizeof(T) * N) Pack {
   T items[N];
 };
 
-// N consecutive elements as fp32, in one access of N·sizeof(T) bytes (at most 16; aligned).
+// N consecutive elements as fp32, in accesses of N·sizeof(T) bytes, or 16 if that is less; aligned to those.
 template <int N, typename T>
 __device__ __forceinline__ void load_pack(const T* from, float (&to)[N]) {
   const Pack<T, N> pack = *reinterpret_cast<const Pack<T, N>*>(from);
-#pragma unroll
   for (int i = 0; i < N; ++i) to[i] = static_cast<float>(pack.items[i]);
 }
 
 template <int N, typename T>
 __device__ __forceinline__ void store_pack(T* to, const float (&from)[N]) {
   Pack<T, N> pack;
-#pragma unroll
   for (int i = 0; i < N; ++i) pack.items[i] = static_cast<T>(from[i]);
   *reinterpret_cast<Pack<T, N>*>(to) = pack;
 }
@@ -48,7 +46,6 @@ __device__ __forceinline__ void store_pack(T* to, const float (&from)[N]) {
 // Sum over aligned groups of kLanes lanes of a warp; every lane of a group gets it.
 template <int kLanes, typename T>
 __device__ __forceinline__ T lane_sum(T value) {
-#pragma unroll
   for (int step = kLanes / 2; step > 0; step /= 2) {
     value += __shfl_xor_sync(0xffffffffu, value, step);
   }
@@ -95,8 +92,7 @@ inline bool aligned_to(const void* pointer, uintptr_t bytes) {
   return pointer == nullptr || reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
 }
 
-// Whether rows of `width` elements of the views' dtype (the first one's) can be read in packs of 16
-// bytes.
+// Whether rows of `width` elements of the views' dtype (the first one's) can be read in packs of 16 bytes.
 template <typename... Views>
 bool in_packs(int64_t width, const View& first, const Views&... others) {
   return width % (first.bf16 ? 8 : 4) == 0 && aligned_to(first.data, 16) && (aligned_to(others.data, 16) && ...);

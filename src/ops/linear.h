@@ -1,14 +1,12 @@
 // x·Wᵀ + b, with the weight gradient put off.
 #pragma once
 #include "ops/parameter.h"
-#include "ops/weight_grad_queue.h"
 
 namespace marrow {
 
-// → [T, N] for x [T, K] and weight [N, K], same dtype (fp32 or bf16). The backward returns dx at
-// once and pushes the task weight.grad += dYᵀ·x (fp32, beta = 1) where weight.grad is defined;
-// bias.grad ([N]) is in the same task. It runs only where x requires a gradient. `queue` must
-// outlive the backward. Saves x.
+// → [T, N] for x [T, K] and weight [N, K], same dtype (fp32 or bf16). The backward returns dx at once and pushes the
+// task weight.grad += dYᵀ·x (fp32, beta = 1) where weight.grad is defined; bias.grad ([N]) is in the same task. It runs
+// only where x requires a gradient. `queue` must outlive the backward. Saves x.
 at::Tensor linear(const at::Tensor& x, const Parameter& weight, WeightGradQueue& queue,
                   const Parameter* bias = nullptr);
 

@@ -24,7 +24,6 @@ __device__ Softmax merge(Softmax a, Softmax b) {
 __device__ Softmax block_merge(Softmax x) {
   __shared__ Softmax warps[kThreads / 32];
   const auto warp_merge = [](Softmax y) {
-#pragma unroll
     for (int step = 16; step > 0; step /= 2) {
       y = merge(y, {__shfl_xor_sync(~0u, y.top, step), __shfl_xor_sync(~0u, y.sum, step)});
     }
@@ -40,13 +39,11 @@ __device__ Softmax block_merge(Softmax x) {
 template <typename T, int kSize>
 __device__ void add_pack(Softmax& running, const Pack<T, kSize>& pack) {
   float x[kSize], top = running.top;
-#pragma unroll
   for (int u = 0; u < kSize; ++u) {
     x[u] = static_cast<float>(pack.items[u]);
     top = fmaxf(top, x[u]);
   }
   float sum = top == running.top ? running.sum : running.sum * exp2f((running.top - top) * kLog2E);
-#pragma unroll
   for (int u = 0; u < kSize; ++u) sum += exp2f((x[u] - top) * kLog2E);
   running = {top, sum};
 }
@@ -75,12 +72,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     constexpr int kUnroll = 4;
     for (int64_t first = threadIdx.x; first < packs; first += kThreads * kUnroll) {
       Packed loaded[kUnroll];
-#pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
         const int64_t i = first + u * kThreads;
         if (i < packs) loaded[u] = row[i];
       }
-#pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
         const int64_t i = first + u * kThreads;
         if (i >= packs) continue;
@@ -95,7 +90,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int64_t i = threadIdx.x; i < packs; i += kThreads) {
       const Packed in = i < cached ? cache[i] : row[i];
       Packed out;
-#pragma unroll
       for (int u = 0; u < kSize; ++u) {
         const float p = exp2f((static_cast<float>(in.items[u]) - total.top) * kLog2E - log2_sum);
         const float d = i * kSize + u == target ? p - 1.0f : p;

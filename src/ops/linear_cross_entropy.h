@@ -9,10 +9,9 @@ struct LinearCrossEntropy {
   at::Tensor d_x;       // [T, H] in x's dtype: gradient_scale · d loss_sum / d x; undefined without
 };
 
-// x [T, H] fp32 or bf16, weight [V, H] of the same dtype, targets [T] int32, -1 = not trained. The
-// last operator of a model: with_gradient computes d_x and adds gradient_scale · d loss_sum /
-// d weight into weight.grad at once; gradient_scale is 1 / targets of the global batch. Records no
-// autograd node.
+// x [T, H] fp32 or bf16, weight [V, H] of the same dtype, targets [T] int32, -1 = not trained. The last operator of a
+// model: with_gradient computes d_x and adds gradient_scale · d loss_sum / d weight into weight.grad at once;
+// gradient_scale is 1 / targets of the global batch. Records no autograd node.
 LinearCrossEntropy linear_cross_entropy(const at::Tensor& x, const Parameter& weight, const at::Tensor& targets,
                                         double gradient_scale, bool with_gradient);
 

@@ -28,10 +28,8 @@ variable_list differentiable(const variable_list& inputs, variable_list outputs,
   if (!torch::autograd::compute_requires_grad(inputs)) return outputs;
   // New handles: one that `backward` captured must not own the node that owns it.
   for (Tensor& output : outputs) output = output.variable_data();
-  torch::autograd::set_history(
-      outputs,
-      std::shared_ptr<OperatorNode>(new OperatorNode(torch::autograd::collect_next_edges(inputs), std::move(backward)),
-                                    torch::autograd::deleteNode));
+  const auto node = std::make_shared<OperatorNode>(torch::autograd::collect_next_edges(inputs), std::move(backward));
+  torch::autograd::set_history(outputs, node);
   return outputs;
 }
 

@@ -1,4 +1,3 @@
-// Kernels of adamw.cpp, muon.cpp and reductions.cpp.
 #include "ops/kernel_tools.cuh"
 
 namespace marrow {
@@ -25,7 +24,6 @@ __global__ void adamw_step(Pack<float, kSize>* master, Pack<bf16, kSize>* workin
   const auto g = grad[i];
   auto m = exp_avg[i], v = exp_avg_sq[i];
   Pack<bf16, kSize> rounded;
-#pragma unroll
   for (int u = 0; u < kSize; ++u) {
     const float d = scale * g.items[u];
     const float m0 = static_cast<float>(m.items[u]);
@@ -66,14 +64,12 @@ __device__ float lerp1(float a, float b, float t) { return a + t * (b - a); }
 template <typename T>
 __device__ void load4(const T* from, int64_t i, int64_t n, bool vectors, float (&to)[4]) {
   if (vectors && 4 * i + 4 <= n) return load_pack<4>(from + 4 * i, to);
-#pragma unroll
   for (int u = 0; u < 4; ++u) to[u] = 4 * i + u < n ? static_cast<float>(from[4 * i + u]) : 0.0f;
 }
 
 template <typename T>
 __device__ void store4(T* to, const float (&from)[4], int64_t i, int64_t n, bool vectors) {
   if (vectors && 4 * i + 4 <= n) return store_pack<4>(to + 4 * i, from);
-#pragma unroll
   for (int u = 0; u < 4; ++u) {
     if (4 * i + u < n) to[4 * i + u] = static_cast<T>(from[u]);
   }
@@ -89,7 +85,6 @@ __global__ void muon_momentum(float* grad, float* buffer, bf16* direction, const
     float g[4], b[4];
     load4(grad, i, n, vectors, g);
     load4(buffer, i, n, vectors, b);
-#pragma unroll
     for (int u = 0; u < 4; ++u) {
       g[u] *= scale;
       b[u] = lerp1(b[u], g[u], 1.0f - momentum);
@@ -109,7 +104,6 @@ __global__ void muon_apply(float* master, bf16* working, const bf16* orthogonal,
   float o[4], w[4];
   load4(orthogonal, i, n, vectors, o);
   load4(master, i, n, vectors, w);
-#pragma unroll
   for (int u = 0; u < 4; ++u) w[u] = decay * w[u] - step_size * o[u];
   store4(master, w, i, n, vectors);
   if (working != nullptr) store4(working, w, i, n, vectors);
@@ -125,11 +119,9 @@ __global__ void square_sums(const float* flat, int64_t vectors, int64_t head, in
   double total = 0.0;
   for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < vectors; i += stride * kUnroll) {
     float4 v[kUnroll];
-#pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       v[u] = i + u * stride < vectors ? __ldcs(in + i + u * stride) : float4{};
     }
-#pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const double x = v[u].x, y = v[u].y, z = v[u].z, w = v[u].w;
       total += (x * x + y * y) + (z * z + w * w);

@@ -1,4 +1,4 @@
-// A trainable tensor as operators see it.
+// A trainable tensor as operators see it, and weight gradients put off until the schedule has room for them.
 #pragma once
 #include "ops/pch.h"
 
@@ -10,6 +10,25 @@ struct Parameter {
   std::string name;  // "layers.3.experts.down"
   at::Tensor value;
   at::Tensor grad;
+};
+
+// Backward of a linear, grouped, embedding or head product pushes the addition of its weight
+// gradient here; `run_all` performs them in the order of pushing (so sums do not depend on when).
+// A task owns the tensors it reads, and keeps their memory alive until it ran.
+class WeightGradQueue {
+ public:
+  void push(std::function<void()> task) { tasks_.push_back(std::move(task)); }
+  void run_all() {
+    for (auto& task : tasks_) {
+      task();
+      task = nullptr;  // frees its tensors before the next one allocates
+    }
+    tasks_.clear();
+  }
+  bool empty() const { return tasks_.empty(); }
+
+ private:
+  std::vector<std::function<void()>> tasks_;
 };
 
 }  // namespace marrow

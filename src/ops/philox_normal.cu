@@ -13,7 +13,6 @@ __global__ void fill(T* out, int64_t n, philox::Key key, int64_t first, float st
   if (block * 4 >= first + n) return;
   float normals[4];
   philox::normals_of_block(key, static_cast<uint64_t>(block), normals);
-#pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int64_t element = block * 4 + i;
     if (element < first || element >= first + n) continue;

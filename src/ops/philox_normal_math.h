@@ -1,6 +1,5 @@
-// The arithmetic of philox_normal and its CUDA kernel: the same source for CPU and GPU. Every fp32
-// product and sum is rounded on its own: the GPU by intrinsics, the CPU because philox_normal.cpp
-// forbids contraction.
+// The arithmetic of philox_normal and its CUDA kernel: the same source for CPU and GPU. Every fp32 product and sum is
+// rounded on its own: the GPU by intrinsics, the CPU because philox_normal.cpp forbids contraction.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -84,8 +83,7 @@ MARROW_HOST_DEVICE float log_of_word(uint32_t word) {
   return add(add(x, tail), mul(static_cast<float>(exponent - 33), 0.69314718f));
 }
 
-// cos and sin of 2π · (word + 1/2) · 2⁻³²: a quadrant, and the polynomials of Cephes' sinf and cosf
-// on [−π/4, π/4].
+// cos and sin of 2π · (word + 1/2) · 2⁻³²: a quadrant, and the polynomials of Cephes' sinf and cosf on [−π/4, π/4].
 MARROW_HOST_DEVICE void circle_of_word(uint32_t word, float& cosine, float& sine) {
   const auto within = static_cast<int32_t>(word << 2 | 2u);
   const float angle = mul(static_cast<float>(within), 1.57079633f / 4294967296.0f);

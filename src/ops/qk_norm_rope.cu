@@ -17,30 +17,16 @@ struct Lane {
   __device__ int64_t index(int pair) const { return kPacked ? lane * kPairs + pair : lane + kLanes * pair; }
   template <typename Source>
   __device__ void load(const Source* from, float (&to)[kPairs]) const {
-    if constexpr (kPacked && sizeof(Source) * kPairs <= 16) {
+    if constexpr (kPacked) {
       load_pack<kPairs>(from + lane * kPairs, to);
-    } else if constexpr (kPacked) {
-#pragma unroll
-      for (int i = 0; i < kPairs; i += 4) {
-        load_pack<4>(from + lane * kPairs + i, reinterpret_cast<float(&)[4]>(to[i]));
-      }
     } else {
-#pragma unroll
-      for (int i = 0; i < kPairs; ++i) {
-        to[i] = index(i) < half ? static_cast<float>(from[index(i)]) : 0.0f;
-      }
+      for (int i = 0; i < kPairs; ++i) to[i] = index(i) < half ? static_cast<float>(from[index(i)]) : 0.0f;
     }
   }
   __device__ void store(T* to, const float (&from)[kPairs]) const {
-    if constexpr (kPacked && sizeof(T) * kPairs <= 16) {
+    if constexpr (kPacked) {
       store_pack<kPairs>(to + lane * kPairs, from);
-    } else if constexpr (kPacked) {
-#pragma unroll
-      for (int i = 0; i < kPairs; i += 4) {
-        store_pack<4>(to + lane * kPairs + i, reinterpret_cast<const float(&)[4]>(from[i]));
-      }
     } else {
-#pragma unroll
       for (int i = 0; i < kPairs; ++i) {
         if (index(i) < half) to[index(i)] = static_cast<T>(from[i]);
       }
@@ -51,15 +37,13 @@ struct Lane {
 // The two norm weights (q's, k's), cos and sin that a lane needs for a token.
 template <int kPairs>
 struct Factors {
-  float first[2][kPairs], second[2][kPairs];
-  float cos[kPairs], sin[kPairs];
+  float first[2][kPairs], second[2][kPairs], cos[kPairs], sin[kPairs];
 };
 
 template <typename T, int kPairs, bool kPacked>
 __device__ __forceinline__ void load_norms(const QkNormRopeArgs& args, const Lane<T, kPairs, kPacked>& lane,
                                            Factors<kPairs>& factors) {
   const T* norms[2] = {static_cast<const T*>(args.q_norm.data), static_cast<const T*>(args.k_norm.data)};
-#pragma unroll
   for (int n = 0; n < 2; ++n) {
     lane.load(norms[n], factors.first[n]);
     lane.load(norms[n] + lane.half, factors.second[n]);
@@ -82,17 +66,14 @@ __global__ void __launch_bounds__(32 * kWarps) forward_kernel(const __grid_const
   for (int64_t h = threadIdx.x / kLanes; h < (heads + 1) / 2 * 2; h += 2) {
     const bool valid = h < heads;  // all lanes take part in the sum
     const int64_t head = valid ? h : heads - 1;
-    float a[kPairs];
-    float b[kPairs];
+    float a[kPairs], b[kPairs];
     lane.load(row + head * size, a);
     lane.load(row + head * size + lane.half, b);
     float squares = 0;
-#pragma unroll
     for (int i = 0; i < kPairs; ++i) squares += a[i] * a[i] + b[i] * b[i];
     squares = lane_sum<kLanes>(squares);
     const float scale = 1.0f / sqrtf(squares / static_cast<float>(size) + args.eps);
     const bool is_q = head < args.q_heads;
-#pragma unroll
     for (int i = 0; i < kPairs; ++i) {
       const float x = a[i] * scale * (is_q ? factors.first[0][i] : factors.first[1][i]);
       const float y = b[i] * scale * (is_q ? factors.second[0][i] : factors.second[1][i]);
@@ -113,8 +94,7 @@ __global__ void __launch_bounds__(32 * kWarps) backward_kernel(const __grid_cons
   const Lane<T, kPairs, kPacked> lane{size / 2, static_cast<int>(threadIdx.x) % kLanes};
   Factors<kPairs> factors;
   load_norms<T, kPairs, kPacked>(args, lane, factors);
-  float d_first[2][kPairs] = {};
-  float d_second[2][kPairs] = {};
+  float d_first[2][kPairs] = {}, d_second[2][kPairs] = {};
   const int64_t heads = args.q_heads + args.kv_heads;
   const int64_t group = threadIdx.x / kLanes;
   for (int64_t token = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.y; token < args.qkv.rows;
@@ -131,17 +111,12 @@ __global__ void __launch_bounds__(32 * kWarps) backward_kernel(const __grid_cons
       const bool is_q = head < args.q_heads;
       const T* d_head =
           is_q ? dq + (token * args.q_heads + head) * size : dk + (token * args.kv_heads + head - args.q_heads) * size;
-      float a[kPairs];
-      float b[kPairs];
-      float da[kPairs];
-      float db[kPairs];
+      float a[kPairs], b[kPairs], da[kPairs], db[kPairs];
       lane.load(row + head * size, a);
       lane.load(row + head * size + lane.half, b);
       lane.load(d_head, da);
       lane.load(d_head + lane.half, db);
-      float squares = 0;
-      float dot = 0;
-#pragma unroll
+      float squares = 0, dot = 0;
       for (int i = 0; i < kPairs; ++i) {
         const float x = da[i] * factors.cos[i] + db[i] * factors.sin[i];
         const float y = db[i] * factors.cos[i] - da[i] * factors.sin[i];
@@ -156,7 +131,6 @@ __global__ void __launch_bounds__(32 * kWarps) backward_kernel(const __grid_cons
       const float scale = 1.0f / sqrtf(squares / static_cast<float>(size) + args.eps);
       const float shift = dot * scale * scale / static_cast<float>(size);
       if (!valid) continue;
-#pragma unroll
       for (int i = 0; i < kPairs; ++i) {
         const float first = da[i] * a[i] * scale;
         const float second = db[i] * b[i] * scale;
@@ -183,9 +157,7 @@ __global__ void __launch_bounds__(32 * kWarps) backward_kernel(const __grid_cons
   extern __shared__ float sums[];  // [2D]
   for (int turn = 0; turn < 2 * kWarps; ++turn) {
     if (turn == static_cast<int>(threadIdx.y * 2 + group)) {
-#pragma unroll
       for (int n = 0; n < 2; ++n) {
-#pragma unroll
         for (int i = 0; i < kPairs; ++i) {
           if (lane.index(i) >= lane.half) continue;
           float* first = sums + n * size + lane.index(i);

@@ -3,8 +3,7 @@
 namespace marrow {
 namespace {
 
-// A block holds one row in registers: each thread kItems packs of kWidth elements, blockDim.x packs
-// apart.
+// A block holds one row in registers: each thread kItems packs of kWidth elements, blockDim.x packs apart.
 constexpr int kItems = 4;
 
 // The first column of a thread's i-th pack.
@@ -13,22 +12,19 @@ __device__ __forceinline__ int64_t column(int i) {
   return (static_cast<int64_t>(i) * blockDim.x + threadIdx.x) * kWidth;
 }
 
+// Zeros past the end; returns the sum of squares.
 template <typename T, int kWidth>
 __device__ float load_row(const T* row, int64_t hidden, float (&values)[kItems][kWidth]) {
   float squares = 0;
-#pragma unroll
   for (int i = 0; i < kItems; ++i) {
     const int64_t c = column<kWidth>(i);
     if (c < hidden) {
       load_pack<kWidth>(row + c, values[i]);
     } else {
-#pragma unroll
       for (int j = 0; j < kWidth; ++j) values[i][j] = 0;
     }
   }
-#pragma unroll
   for (int i = 0; i < kItems; ++i) {
-#pragma unroll
     for (int j = 0; j < kWidth; ++j) squares += values[i][j] * values[i][j];
   }
   return squares;
@@ -45,10 +41,8 @@ __global__ void forward_kernel(const T* x, const T* residual, const T* weight, T
     float others[kItems][kWidth];
     load_row<T, kWidth>(residual + offset, hidden, others);
     squares = 0;
-#pragma unroll
     for (int i = 0; i < kItems; ++i) {
       const int64_t c = column<kWidth>(i);
-#pragma unroll
       for (int j = 0; j < kWidth; ++j) {
         values[i][j] = static_cast<float>(static_cast<T>(values[i][j] + others[i][j]));
         squares += values[i][j] * values[i][j];
@@ -57,13 +51,11 @@ __global__ void forward_kernel(const T* x, const T* residual, const T* weight, T
     }
   }
   const float scale = 1.0f / sqrtf(block_sum(squares, scratch) / static_cast<float>(hidden) + eps);
-#pragma unroll
   for (int i = 0; i < kItems; ++i) {
     const int64_t c = column<kWidth>(i);
     if (c >= hidden) continue;
     float factor[kWidth];
     load_pack<kWidth>(weight + c, factor);
-#pragma unroll
     for (int j = 0; j < kWidth; ++j) factor[j] = values[i][j] * scale * factor[j];
     store_pack<kWidth>(normed + offset + c, factor);
   }
@@ -77,18 +69,15 @@ __global__ void backward_kernel(const T* x, const T* d_normed, const T* d_sum, c
   int turn = 0;  // alternating scratch: one barrier per row
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x, turn ^= 1) {
     const int64_t offset = row * hidden;
-    float values[kItems][kWidth];
-    float grads[kItems][kWidth];
+    float values[kItems][kWidth], grads[kItems][kWidth];
     float squares = load_row<T, kWidth>(x + offset, hidden, values);
     load_row<T, kWidth>(d_normed + offset, hidden, grads);
     float dot = 0;
-#pragma unroll
     for (int i = 0; i < kItems; ++i) {
       const int64_t c = column<kWidth>(i);
       if (c >= hidden) continue;
       float factor[kWidth];
       load_pack<kWidth>(weight + c, factor);
-#pragma unroll
       for (int j = 0; j < kWidth; ++j) dot += grads[i][j] * factor[j] * values[i][j];
     }
     squares = lane_sum<32>(squares);
@@ -107,15 +96,12 @@ __global__ void backward_kernel(const T* x, const T* d_normed, const T* d_sum, c
     }
     const float scale = 1.0f / sqrtf(squares / static_cast<float>(hidden) + eps);
     const float shift = dot * scale * scale / static_cast<float>(hidden);
-#pragma unroll
     for (int i = 0; i < kItems; ++i) {
       const int64_t c = column<kWidth>(i);
       if (c >= hidden) continue;
-      float factor[kWidth];
-      float through[kWidth] = {};
+      float factor[kWidth], through[kWidth] = {};
       load_pack<kWidth>(weight + c, factor);
       if (d_sum != nullptr) load_pack<kWidth>(d_sum + offset + c, through);
-#pragma unroll
       for (int j = 0; j < kWidth; ++j) {
         d_weight[i][j] += grads[i][j] * values[i][j] * scale;
         through[j] += scale * (grads[i][j] * factor[j] - values[i][j] * shift);
@@ -124,9 +110,7 @@ __global__ void backward_kernel(const T* x, const T* d_normed, const T* d_sum, c
     }
   }
   float* partial = partials + static_cast<int64_t>(blockIdx.x) * hidden;
-#pragma unroll
   for (int i = 0; i < kItems; ++i) {
-#pragma unroll
     for (int j = 0; j < kWidth; ++j) {
       const int64_t c = column<kWidth>(i) + j;
       if (c < hidden) partial[c] = d_weight[i][j];

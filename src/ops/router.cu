@@ -11,7 +11,6 @@ constexpr int kThreads = kWarps * 32;
 constexpr unsigned kAll = ~0u;
 
 __device__ float warp_max(float x) {
-#pragma unroll
   for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(kAll, x, step));
   return x;
 }
@@ -46,7 +45,6 @@ __global__ void forward(RouterShape shape, int64_t per_warp, int64_t blocks_per_
     float logits[kPerLane], p[kPerLane];
     unsigned keys[kPerLane];
     float top = -INFINITY;
-#pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       const int e = i * 32 + lane;
       logits[i] = e < expert_count ? row[e] : -INFINITY;
@@ -55,14 +53,12 @@ __global__ void forward(RouterShape shape, int64_t per_warp, int64_t blocks_per_
     }
     top = warp_max(top);
     float sum = 0.0f;
-#pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       p[i] = i * 32 + lane < expert_count ? expf(logits[i] - top) : 0.0f;
       sum += p[i];
     }
     sum = lane_sum<32>(sum);
     const float log_sum = top + logf(sum), inverse = 1.0f / sum;
-#pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       const int e = i * 32 + lane;
       if (e >= expert_count) continue;
@@ -82,7 +78,6 @@ __global__ void forward(RouterShape shape, int64_t per_warp, int64_t blocks_per_
       } else {
         unsigned best = 0;
         int best_expert = INT_MAX;
-#pragma unroll
         for (int i = 0; i < kPerLane; ++i) {
           if (keys[i] > best) {
             best = keys[i];
@@ -93,7 +88,6 @@ __global__ void forward(RouterShape shape, int64_t per_warp, int64_t blocks_per_
         expert = __reduce_min_sync(kAll, best == highest ? best_expert : INT_MAX);
       }
       float mine = 0.0f;
-#pragma unroll
       for (int i = 0; i < kPerLane; ++i) {
         if (i * 32 + lane == expert) {
           mine = logits[i];
@@ -118,7 +112,6 @@ __global__ void forward(RouterShape shape, int64_t per_warp, int64_t blocks_per_
     }
   }
 
-#pragma unroll
   for (int i = 0; i < kPerLane; ++i) sums[warp][i * 32 + lane] = totals[i];
   if (lane == 0) sums[warp][kPerLane * 32] = z_total;
   __syncthreads();

@@ -2,7 +2,6 @@
 // and the statistics and gradient of the balance losses.
 #pragma once
 #include "ops/parameter.h"
-#include "ops/weight_grad_queue.h"
 
 namespace marrow {
 
@@ -29,15 +28,13 @@ struct RouterOutput {
   at::Tensor z_sum;             // [1] fp32: sum over all tokens of logsumexp(logits)²
 };
 
-// x [T, H] fp32 or bf16, weight [E, H] in x's dtype; computes in fp32. Group g holds the tokens
-// [g·T/G, (g+1)·T/G), for statistics per sequence. `selection_bias` [E] fp32 (or undefined) is
-// added to the probabilities for the choice alone. The weight's gradient goes through `queue`. k
-// ≤ 32.
+// x [T, H] fp32 or bf16, weight [E, H] in x's dtype; computes in fp32. Group g holds the tokens [g·T/G, (g+1)·T/G), for
+// statistics per sequence. `selection_bias` [E] fp32 (or undefined) is added to the probabilities for the choice alone.
+// The weight's gradient goes through `queue`. k ≤ 32.
 RouterOutput router(const at::Tensor& x, const Parameter& weight, const at::Tensor& selection_bias, int64_t groups,
                     const RouterOptions& options, std::shared_ptr<RouterBalance> balance, WeightGradQueue& queue);
 
-// Share of the chosen pairs that went to each expert: [G, E] counts (any dtype) → [G, E] fp32, rows
-// sum to 1.
+// Share of the chosen pairs that went to each expert: [G, E] counts (any dtype) → [G, E] fp32, rows sum to 1.
 at::Tensor expert_fractions(const at::Tensor& counts, int64_t tokens_per_group, int64_t top_k);
 
 // E · Σ_i f_i · P_i of each group, [G] fp32: 1 is balanced, E is all on one expert (Hugging Face's
@@ -45,10 +42,9 @@ at::Tensor expert_fractions(const at::Tensor& counts, int64_t tokens_per_group, 
 at::Tensor balance_loss(const at::Tensor& counts, const at::Tensor& probability_sums, int64_t tokens_per_group,
                         int64_t top_k);
 
-// d (coefficient · E · Σ f_i · P_i) / d probability of one token, for RouterBalance::gradient: f
-// [G, E] fp32 has no gradient, and P is a mean over `tokens`. Statistics per sequence: tokens is
-// the sequence's length, coefficient is coef / sequences. A whole batch: [1, E] and its tokens; it
-// may be expanded to [G, E].
+// d (coefficient · E · Σ f_i · P_i) / d probability of one token, for RouterBalance::gradient: f [G, E] fp32 has no
+// gradient, and P is a mean over `tokens`. Statistics per sequence: tokens is the sequence's length, coefficient is
+// coef / sequences. A whole batch: [1, E] and its tokens; it may be expanded to [G, E].
 at::Tensor balance_gradient(const at::Tensor& fractions, int64_t tokens, double coefficient);
 
 }  // namespace marrow

@@ -3,7 +3,120 @@
 namespace marrow {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kWarps = 8;
+constexpr int kThreads = kWarps * 32;
+constexpr int kPairsPerWarp = kPairsPerBlock / kWarps;
+constexpr int kMaxExperts = 1024;
+
+// The expert of a pair, or -1 past the end and outside the range.
+__device__ int expert_at(const int32_t* experts, int64_t pair, int64_t pairs, int expert_count) {
+  if (pair >= pairs) return -1;
+  const int expert = experts[pair];
+  return expert >= 0 && expert < expert_count ? expert : -1;
+}
+
+__global__ void count_pairs(const int32_t* experts, int64_t pairs, int expert_count, int32_t* block_rows) {
+  __shared__ int counts[kMaxExperts];
+  for (int e = threadIdx.x; e < expert_count; e += kThreads) counts[e] = 0;
+  __syncthreads();
+  for (int i = threadIdx.x; i < kPairsPerBlock; i += kThreads) {
+    const int expert = expert_at(experts, int64_t{blockIdx.x} * kPairsPerBlock + i, pairs, expert_count);
+    if (expert >= 0) atomicAdd(&counts[expert], 1);  // integers: any order gives the same sum
+  }
+  __syncthreads();
+  for (int e = threadIdx.x; e < expert_count; e += kThreads) {
+    block_rows[int64_t{blockIdx.x} * expert_count + e] = counts[e];
+  }
+}
+
+// One block. Turns counts per (block, expert) into the first row of each, and writes the offsets.
+// Thread (e, part) owns a share of the blocks for expert e.
+__global__ void scan_blocks(int32_t* block_rows, int blocks, int expert_count, int parts, int32_t* offsets) {
+  __shared__ int totals[kMaxExperts];
+  __shared__ int starts[kMaxExperts];
+  const int e = threadIdx.x % expert_count, part = threadIdx.x / expert_count;
+  const bool active = part < parts;
+  const int share = (blocks + parts - 1) / parts;
+  const int begin = min(part * share, blocks), end = min(begin + share, blocks);
+  int total = 0;
+  if (active) {
+#pragma unroll 8
+    for (int b = begin; b < end; ++b) total += block_rows[int64_t{b} * expert_count + e];
+    totals[part * expert_count + e] = total;
+  }
+  __syncthreads();
+  if (threadIdx.x < expert_count) {
+    int sum = 0;
+    for (int p = 0; p < parts; ++p) sum += totals[p * expert_count + threadIdx.x];
+    starts[threadIdx.x] = sum;
+  }
+  __syncthreads();
+  for (int step = 1; step < expert_count; step *= 2) {  // inclusive scan over experts
+    int add = 0;
+    if (threadIdx.x < expert_count && threadIdx.x >= step) add = starts[threadIdx.x - step];
+    __syncthreads();
+    if (threadIdx.x < expert_count) starts[threadIdx.x] += add;
+    __syncthreads();
+  }
+  if (threadIdx.x < expert_count) offsets[threadIdx.x] = starts[threadIdx.x];
+  if (!active) return;
+  int row = e == 0 ? 0 : starts[e - 1];
+  for (int p = 0; p < part; ++p) row += totals[p * expert_count + e];
+#pragma unroll 8
+  for (int b = begin; b < end; ++b) {
+    const int64_t at = int64_t{b} * expert_count + e;
+    const int count = block_rows[at];
+    block_rows[at] = row;
+    row += count;
+  }
+}
+
+// Warp w of a block owns the w-th share of its pairs, in order; next[w][e] is its next row of e.
+__global__ void place_pairs(const int32_t* experts, int64_t pairs, int64_t top_k, int expert_count,
+                            const int32_t* block_rows, const int32_t* offsets, int32_t* source_of_row,
+                            int32_t* rows_of_source, int32_t* slot_of_row) {
+  extern __shared__ int next[];  // [kWarps, expert_count]
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  for (int i = threadIdx.x; i < kWarps * expert_count; i += kThreads) next[i] = 0;
+  __syncthreads();
+  const int64_t first = int64_t{blockIdx.x} * kPairsPerBlock + warp * kPairsPerWarp;
+  for (int i = lane; i < kPairsPerWarp; i += 32) {
+    const int expert = expert_at(experts, first + i, pairs, expert_count);
+    if (expert >= 0) atomicAdd(&next[warp * expert_count + expert], 1);
+  }
+  __syncthreads();
+  for (int e = threadIdx.x; e < expert_count; e += kThreads) {
+    int row = block_rows[int64_t{blockIdx.x} * expert_count + e];
+    for (int w = 0; w < kWarps; ++w) {
+      const int count = next[w * expert_count + e];
+      next[w * expert_count + e] = row;
+      row += count;
+    }
+  }
+  __syncthreads();
+  const int64_t total = offsets[expert_count - 1];
+  for (int i = lane; i < kPairsPerWarp; i += 32) {  // kPairsPerWarp is a multiple of 32
+    const int64_t pair = first + i;
+    const int expert = expert_at(experts, pair, pairs, expert_count);
+    const unsigned peers = __match_any_sync(~0u, expert);
+    const int rank = __popc(peers & ((1u << lane) - 1));
+    int* counter = &next[warp * expert_count + max(expert, 0)];
+    const int row = *counter + rank;
+    __syncwarp();
+    if (expert >= 0 && rank == 0) *counter += __popc(peers);
+    __syncwarp();
+    if (pair >= pairs) continue;
+    rows_of_source[pair] = expert >= 0 ? row : -1;
+    if (expert >= 0) {
+      source_of_row[row] = static_cast<int32_t>(pair / top_k);
+      slot_of_row[row] = static_cast<int32_t>(pair);
+    }
+    if (pair >= total) {  // no row of that number exists
+      source_of_row[pair] = -1;
+      slot_of_row[pair] = -1;
+    }
+  }
+}
 
 // One warp a row; eight 16-byte loads in flight a lane.
 template <typename Vector>
@@ -17,12 +130,10 @@ __global__ void gather(const Vector* x, const int32_t* source, Vector* out, int6
   constexpr int kUnroll = 8;
   for (int64_t base = lane; base < width; base += 32 * kUnroll) {
     Vector values[kUnroll];
-#pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int64_t i = base + u * 32;
       values[u] = from >= 0 && i < width ? __ldg(in + i) : Vector{};
     }
-#pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int64_t i = base + u * 32;
       if (i < width) __stcs(out + i, values[u]);
@@ -47,16 +158,13 @@ __global__ void sum(const T* rows, const int32_t* rows_of_source, const T* resid
     for (int64_t j0 = 0; j0 < sources; j0 += kUnroll) {
       Packed loaded[kUnroll];
       bool valid[kUnroll];
-#pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
         const int64_t index = j0 + u < sources ? __ldg(indices + j0 + u) : -1;
         valid[u] = index >= 0 && index < row_count;
         if (valid[u]) loaded[u] = *reinterpret_cast<const Packed*>(rows + index * width + column);
       }
-#pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
         if (!valid[u]) continue;
-#pragma unroll
         for (int i = 0; i < kSize; ++i) totals[i] += static_cast<float>(loaded[u].items[i]);
       }
     }
@@ -72,6 +180,22 @@ __global__ void gather_scalars(const float* values, const int32_t* index, float*
 }
 
 }  // namespace
+
+void expert_permutation_cuda(View experts, View block_rows, View offsets, View source_of_row, View rows_of_source,
+                             View slot_of_row) {
+  const int64_t pairs = experts.elements;
+  const unsigned blocks = blocks_for(pairs, kPairsPerBlock);
+  const int count = static_cast<int>(offsets.elements);
+  if (blocks > 0) {
+    count_pairs<<<blocks, kThreads, 0, current_stream()>>>(experts, pairs, count, block_rows);
+  }
+  scan_blocks<<<1, 1024, 0, current_stream()>>>(block_rows, static_cast<int>(blocks), count, 1024 / count, offsets);
+  if (blocks > 0) {
+    place_pairs<<<blocks, kThreads, kWarps * count * sizeof(int), current_stream()>>>(
+        experts, pairs, experts.width, count, block_rows, offsets, source_of_row, rows_of_source, slot_of_row);
+  }
+  MARROW_CUDA_CHECK(cudaGetLastError());
+}
 
 void gather_rows_cuda(View x, View source, View out) {
   if (out.elements == 0) return;

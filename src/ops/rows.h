@@ -1,20 +1,38 @@
 // Moving rows between token order and expert order, both ways, with gradients.
 #pragma once
-#include "ops/expert_permutation.h"
-#include "ops/row_map.h"
+#include "ops/pch.h"
 
 namespace marrow {
 
-// out[r] = x[source_of_row[r]] for r < rows; a row without a source (-1) is zero.
-// x [T, H] fp32 or bf16 → [rows, H]; rows ≤ R of the map.
+// Which of T source rows feed which of R target rows: a target has one source, a source up to m targets. gather_rows
+// goes from source to target, sum_rows from target to source; each is the other's backward. Built by expert_permutation
+// (tokens × top-k → rows sorted by expert) and by the expert dispatch (rows received from each rank).
+struct RowMap {
+  at::Tensor source_of_row;   // [R] int32, in [0, T)
+  at::Tensor rows_of_source;  // [T, m] int32, in [0, R), or -1 for none
+};
+
+// The order of expert rows: (token, choice) pairs sorted by expert.
+struct ExpertPermutation {
+  RowMap map;              // source: tokens [T]; rows: pairs [T·k], sorted by expert, then by token
+  at::Tensor offsets;      // [E] int32: end row of each expert, cumulative; the last is R
+  at::Tensor slot_of_row;  // [T·k] int32: t·k + j of the pair behind each row
+};
+
+// experts [T, k] int32. A pair whose expert is outside [0, expert_count) gets no row: its rows_of_source is -1, R < T·k
+// is known on the device only, and source_of_row and slot_of_row are -1 from row R on. Stable and deterministic; no
+// host synchronisation. expert_count ≤ 1024.
+ExpertPermutation expert_permutation(const at::Tensor& experts, int64_t expert_count);
+
+// out[r] = x[source_of_row[r]] for r < rows; a row without a source (-1) is zero. x [T, H] fp32 or bf16 → [rows, H];
+// rows ≤ R of the map.
 at::Tensor gather_rows(const at::Tensor& x, const RowMap& map, int64_t rows);
 
-// out[t] = residual[t] + Σ_j rows[rows_of_source[t, j]], summed in fp32 in the order of j.
-// rows [R, H] fp32 or bf16, residual [T, H] of the same dtype or undefined → [T, H].
+// out[t] = residual[t] + Σ_j rows[rows_of_source[t, j]], summed in fp32 in the order of j. rows [R, H] fp32 or bf16,
+// residual [T, H] of the same dtype or undefined → [T, H].
 at::Tensor sum_rows(const at::Tensor& rows, const RowMap& map, const at::Tensor& residual);
 
-// out[r] = weights.flat[slot_of_row[r]]: weights [T, k] fp32 → [T·k] fp32, 0 where a row has no
-// pair.
+// out[r] = weights.flat[slot_of_row[r]]: weights [T, k] fp32 → [T·k] fp32, 0 where a row has no pair.
 at::Tensor gather_values(const at::Tensor& weights, const ExpertPermutation& permutation);
 
 }  // namespace marrow

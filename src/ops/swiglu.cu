@@ -15,11 +15,9 @@ __global__ void forward_kernel(const T* gate_up, const float* row_weight, T* out
   const float weight = row_weight == nullptr ? 1.0f : row_weight[row];
 #pragma unroll 2
   for (int64_t c = threadIdx.x * kWidth; c < width; c += 32 * kWidth) {
-    float gate[kWidth];
-    float up[kWidth];
+    float gate[kWidth], up[kWidth];
     load_pack<kWidth>(gate_row + c, gate);
     load_pack<kWidth>(gate_row + width + c, up);
-#pragma unroll
     for (int j = 0; j < kWidth; ++j) up[j] *= gate[j] * sigmoid(gate[j]) * weight;
     store_pack<kWidth>(out + row * width + c, up);
   }
@@ -36,13 +34,10 @@ __global__ void backward_kernel(const T* gate_up, const float* row_weight, const
   float dot = 0;
 #pragma unroll 2
   for (int64_t c = threadIdx.x * kWidth; c < width; c += 32 * kWidth) {
-    float gate[kWidth];
-    float up[kWidth];
-    float grad[kWidth];
+    float gate[kWidth], up[kWidth], grad[kWidth];
     load_pack<kWidth>(gate_row + c, gate);
     load_pack<kWidth>(gate_row + width + c, up);
     load_pack<kWidth>(d_out + row * width + c, grad);
-#pragma unroll
     for (int j = 0; j < kWidth; ++j) {
       const float s = sigmoid(gate[j]);
       const float silu = gate[j] * s;

@@ -1,6 +1,6 @@
 #include "parallel/context_attention.h"
 
-#include "ops/attention_gpu.h"
+#include "ops/attention_kernels.h"
 #include "ops/op_tools.h"
 
 namespace marrow {

@@ -2,7 +2,7 @@
 // values going round a ring while the ranks compute.
 #pragma once
 #include "ops/attention.h"
-#include "ops/attention_rows.h"
+#include "ops/attention_kernels.h"
 #include "ops/pch.h"
 #include "parallel/communicator.h"
 

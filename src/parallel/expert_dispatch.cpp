@@ -3,7 +3,6 @@
 #include <numeric>
 #include <tuple>
 
-#include "ops/expert_permutation.h"
 #include "ops/rows.h"
 
 namespace marrow {

@@ -3,7 +3,7 @@
 #include <deque>
 
 #include "ops/device.h"
-#include "ops/row_map.h"
+#include "ops/rows.h"
 #include "parallel/communicator.h"
 
 namespace marrow {

@@ -1,7 +1,7 @@
 // One decoder layer on one micro-batch: its five stages forward, and backward.
 #pragma once
 #include "models/model_contract.h"
-#include "ops/expert_permutation.h"
+#include "ops/rows.h"
 #include "parallel/expert_dispatch.h"
 #include "pipeline/router_balance.h"
 #include "pipeline/stage_graph.h"

@@ -1,7 +1,5 @@
-#include "ops/adamw.h"
-#include "ops/muon.h"
+#include "ops/optimizer.h"
 #include "ops/op_test_support.h"
-#include "ops/reductions.h"
 
 namespace marrow {
 namespace {
