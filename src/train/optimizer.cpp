@@ -1,14 +1,8 @@
 #include "train/optimizer.h"
 
-<<<<<<< HEAD
 #include <numbers>
 
-#include "ops/adamw.h"
-#include "ops/muon.h"
-#include "ops/reductions.h"
-=======
 #include "ops/optimizer.h"
->>>>>>> b377191 (Optimizers, rows and attention kernels in one file each; unrolling pragmas that changed no machine code are gone)
 
 namespace marrow {
 
