@@ -16,8 +16,7 @@ class Bootstrap {
   virtual int64_t rank() const { return 0; }
   virtual int64_t size() const { return 1; }
   virtual bool is_mpi() const { return false; }
-  // The bytes of every rank, by rank. Every rank calls it, with any number of bytes (over MPI 2 GB in all). Error:
-  // kDeviceFault.
+  // The bytes of every rank, by rank. Every rank calls it, with any number of bytes. Error: kDeviceFault.
   virtual std::vector<std::string> all_gather(const std::string& bytes) { return {bytes}; }
   std::string broadcast(const std::string& bytes, int64_t root);  // of rank `root`
   void barrier() { all_gather(""); }
