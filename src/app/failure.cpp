@@ -9,7 +9,8 @@ namespace marrow {
 namespace {
 
 constexpr const char* kUseLessMemory =
-    "lower train.micro_batch or data.seq_len, set train.recompute = \"layer\", or end other programs; marrow doctor "
+    "lower train.micro_batch or data.seq_len, set train.recompute = \"cheap\" or \"layer\", or end other programs; "
+    "marrow doctor "
     "shows what is free";
 
 Error fault(const std::string& what, const char* fix) {

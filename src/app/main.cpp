@@ -1,5 +1,6 @@
 // The binary `marrow`: which subcommand runs, and how a failure of any kind leaves the process.
 #include <fmt/ranges.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -96,6 +97,8 @@ int report_error(const Error& error, bool json) {
 int main(int argc, char** argv) {
   const std::vector<std::string> words(argv + 1, argv + argc);
   const bool json = std::find(words.begin(), words.end(), "--json") != words.end();
+  rlimit files{};  // a run maps a file a corpus, a shard of weights and a rank
+  if (getrlimit(RLIMIT_NOFILE, &files) == 0) files.rlim_cur = files.rlim_max, setrlimit(RLIMIT_NOFILE, &files);
   std::signal(SIGXFSZ, SIG_IGN);  // past `ulimit -f` a write fails with an error that we report
   try {
     return marrow::dispatch(words);

@@ -28,6 +28,8 @@ std::string folder_of(const std::string& path) {
 FileHandle open_for_reading(const std::string& path, ExitCode code) {
   MARROW_CHECK(!fs::is_directory(path), code, Fix("give the path of a file"), "cannot read {}: it is a folder", path);
   FileHandle file(std::fopen(path.c_str(), "re"));
+  MARROW_CHECK(file || errno != EMFILE, ExitCode::kDeviceFault, Fix("raise the limit of open files: ulimit -n"),
+               "cannot open {}: {}", path, std::strerror(EMFILE));
   MARROW_CHECK(file, code, Fix("check that the path exists and can be read"), "cannot open {}: {}", path,
                std::strerror(errno));
   return file;
@@ -35,8 +37,7 @@ FileHandle open_for_reading(const std::string& path, ExitCode code) {
 
 int64_t size_of(const FileHandle& file) {
   struct stat status {};
-  fstat(fileno(file.get()), &status);
-  return status.st_size;
+  return fstat(fileno(file.get()), &status) == 0 ? status.st_size : -1;
 }
 
 // Writes a file that is on the disk once this returns.
@@ -93,7 +94,7 @@ void check_output_is_new(const std::string& folder, std::string_view flag) {
 }
 
 MappedFile::MappedFile(const std::string& path, ExitCode code) : path_(path), file_(open_for_reading(path, code)) {
-  const auto size = static_cast<size_t>(size_of(file_));
+  const auto size = static_cast<size_t>(std::max<int64_t>(0, size_of(file_)));
   void* const mapped = size == 0 ? nullptr : mmap(nullptr, size, PROT_READ, MAP_SHARED, fileno(file_.get()), 0);
   MARROW_CHECK(mapped != MAP_FAILED, code, Fix("check the free address space and the file system"),
                "cannot map {} ({} bytes): {}", path, size, std::strerror(errno));

@@ -281,15 +281,16 @@ void IndexedCorpus::read(int64_t first, std::span<int32_t> out, int64_t vocab_si
   });
 }
 
-int64_t IndexedCorpus::document_begin(int64_t document) const {
-  const std::span<const std::byte> index = idx_.bytes();
+int64_t IndexedCorpus::document_begin(int64_t document) const { return document_begin(idx_.bytes(), document); }
+
+int64_t IndexedCorpus::document_begin(std::span<const std::byte> index, int64_t document) const {
   const int64_t sequence = stored_document(index, sequences_, document);
   return sequence == sequences_ ? tokens_ : stored_offset(index, sequences_, sequence) / width_;
 }
 
 int64_t IndexedCorpus::document_after(int64_t token) const {
   const auto documents = std::views::iota(int64_t{0}, documents_);
-  const auto begin = [this](int64_t document) { return document_begin(document); };
+  const auto begin = [this, index = idx_.bytes()](int64_t document) { return document_begin(index, document); };
   return *std::ranges::upper_bound(documents, token, {}, begin);  // at its end: documents_
 }
 

@@ -75,7 +75,7 @@ class IndexedCorpus {
   const std::optional<CorpusInfo>& info() const { return info_; }
   const std::string& warning() const { return warning_; }
 
-  // All that read give an Error (kBadInput) where a file was truncated since.
+  // All that read give an Error (kBadInput) where a file was truncated before the call.
   // Copies tokens [first, first + out.size()). An id outside [0, vocab_size) is an Error (kBadInput) naming corpus,
   // position, id and vocab_size.
   void read(int64_t first, std::span<int32_t> out, int64_t vocab_size) const;
@@ -89,6 +89,7 @@ class IndexedCorpus {
   std::string content_hash() const;
 
  private:
+  int64_t document_begin(std::span<const std::byte> index, int64_t document) const;
   void check_header();
   void check_sequences();
   void check_documents() const;

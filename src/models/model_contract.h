@@ -66,8 +66,8 @@ class DecoderLayer {
   // expert). Returns [R, H], each row multiplied by its weight.
   virtual at::Tensor run_experts(const at::Tensor& rows, const at::Tensor& row_weights, const at::Tensor& offsets,
                                  const LayerContext&) const = 0;
-  // S5. residual and normed as S1 gave them, rows [R, H] of S4 with the map from tokens to rows; its backward must
-  // not read the rows, whose memory may be gone.
+  // S5. residual and normed as S1 gave them, rows [R, H] of S4 with the map from tokens to rows; its result must
+  // not share the rows' memory, nor its backward read it: it is gone afterwards.
   virtual at::Tensor combine_and_add(const at::Tensor& residual, const at::Tensor& normed, const at::Tensor& rows,
                                      const RowMap& map, const LayerContext&) const = 0;
 };

@@ -8,6 +8,15 @@ void release_memory(const at::Tensor& tensor) {
   storage->set_nbytes(size_t{0});
 }
 
+void RecomputeList::add(std::vector<at::Tensor> made, std::function<std::vector<at::Tensor>()> make) {
+  for (const at::Tensor& tensor : made) {
+    MARROW_CHECK(tensor.storage_offset() == 0 && tensor.is_contiguous(), ExitCode::kUsage,
+                 Fix("list the tensor whose memory it is; or set train.recompute = \"none\""),
+                 "an activation {} is a part of another's memory", c10::str(tensor.sizes()));
+  }
+  entries_.push_back({std::move(made), std::move(make)});
+}
+
 void RecomputeList::release() const {
   for (const Entry& entry : entries_) {
     for (const at::Tensor& tensor : entry.made) release_memory(tensor);

@@ -10,9 +10,7 @@ void release_memory(const at::Tensor& tensor);
 class RecomputeList {
  public:
   // `make` gives tensors of the values and layout of `made`, each alone on its memory, from what is kept anyway.
-  void add(std::vector<at::Tensor> made, std::function<std::vector<at::Tensor>()> make) {
-    entries_.push_back({std::move(made), std::move(make)});
-  }
+  void add(std::vector<at::Tensor> made, std::function<std::vector<at::Tensor>()> make);
   // When the forward has read them, and before the backward does. Operators that saved a tensor see it as it was.
   void release() const;
   void restore();

@@ -88,7 +88,7 @@ Tensor differentiate_gpu(const RouterShape& shape, const BackwardInputs& in) {
 // d x; the weight's gradient is put off.
 Tensor backward(const RouterShape& shape, const BackwardInputs& in, const Tensor& weight_grad, WeightGradQueue& queue) {
   const Tensor d_logits = (in.x.is_cuda() ? differentiate_gpu : differentiate_cpu)(shape, in);
-  const int64_t parts = shape.tokens > 0 ? d_logits.size(1) / shape.experts : 1;
+  const int64_t parts = d_logits.size(1) / shape.experts;
   if (weight_grad.defined()) {
     queue.push([=, x = in.x] {
       for (const Tensor& part : d_logits.chunk(parts, 1)) accumulate_weight_grad(weight_grad, part, x);

@@ -60,6 +60,10 @@ class CheckedCommunicator : public Communicator {
     mine[0] = operation.kind;
     mine[1] = by_rows ? row_bytes(operation.sent) : static_cast<int64_t>(operation.sent.nbytes());
     mine[2] = operation.from;
+    for (const auto& parts : {operation.sent_parts, operation.received_parts}) {
+      MARROW_CHECK(std::ssize(parts) <= size() + 1, ExitCode::kDeviceFault, same_calls(),
+                   "{} in group {}: {} sizes for {} ranks", operation.name(), name_, parts.size(), size());
+    }
     std::ranges::copy(operation.sent_parts, mine + kFirst);
     std::ranges::copy(operation.received_parts, mine + kFirst + size() + 1);
     all = all.to(device_);

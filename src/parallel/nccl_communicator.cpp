@@ -78,13 +78,11 @@ class NcclCommunicator : public Communicator {
     MARROW_CHECK(identity.size() == sizeof id, ExitCode::kDeviceFault, Fix("start all ranks from one build"),
                  "group {}: an identity of {} bytes, {} wanted", name_, identity.size(), sizeof id);
     std::memcpy(&id, identity.data(), sizeof id);
-    slot_->begin("connect", 0);
-    slot_->waited_for = true;
+    slot_->begin_wait("connect", 0);
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     check_nccl(ncclCommInitRankConfig(&comm_, static_cast<int>(size()), id, static_cast<int>(rank_), &config),
                "ncclCommInitRankConfig", name_, nullptr);
-    slot_->waited_for = false;
-    slot_->end();
+    slot_->end_wait();
     if (records_ != nullptr) records_->set_probe(slot_, [this] { probe(); });
   }
   ~NcclCommunicator() override {

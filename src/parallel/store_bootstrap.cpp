@@ -58,36 +58,35 @@ class StoreBootstrap : public Bootstrap {
   int64_t size() const override { return size_; }
 
   std::vector<std::string> all_gather(const std::string& bytes) override {
-    if (slot_ != nullptr) {
-      slot_->begin("all_gather", static_cast<int64_t>(bytes.size()));
-      slot_->waited_for = true;
-    }
+    if (slot_ != nullptr) slot_->begin_wait("all_gather", static_cast<int64_t>(bytes.size()));
+    constexpr double kWatched = 1e6;  // the watchdog ends it before
+    store_->setTimeout(std::chrono::milliseconds(static_cast<int64_t>(1e3 * (slot_ ? kWatched : start_seconds_))));
     const std::string round = fmt::format("marrow/{}/", round_++);
     std::vector<std::string> all;
-    guarded([&] {
-      store_->set(round + std::to_string(rank_), std::vector<uint8_t>(bytes.begin(), bytes.end()));
-      for (int64_t r = 0; r < size_; ++r) {
-        const std::vector<uint8_t> got = store_->get(round + std::to_string(r));
-        all.emplace_back(got.begin(), got.end());
-      }
-    });
-    if (slot_ != nullptr) {
-      slot_->waited_for = false;
-      slot_->end();
+    guarded([&] { store_->set(round + std::to_string(rank_), std::vector<uint8_t>(bytes.begin(), bytes.end())); });
+    for (int64_t r = 0; r < size_; ++r) {
+      guarded(
+          [&] {
+            const std::vector<uint8_t> got = store_->get(round + std::to_string(r));
+            all.emplace_back(got.begin(), got.end());
+          },
+          r);
     }
+    if (slot_ != nullptr) slot_->end_wait();
     return all;
   }
 
  private:
   template <typename Body>
-  void guarded(const Body& body) const {
+  void guarded(const Body& body, int64_t from = -1) const {
     try {
       body();
     } catch (const c10::Error& error) {
       MARROW_THROW(ExitCode::kDeviceFault,
                    Fix("check that all ranks were started, that MASTER_ADDR and MASTER_PORT (or "
                        "MARROW_RENDEZVOUS_FILE, a new file for each run) are the same for all and reachable"),
-                   "rank {} of {} could not meet the others: {}", rank_, size_, error.what_without_backtrace());
+                   "rank {} of {} could not meet {}: {}", rank_, size_,
+                   from < 0 ? "the others" : fmt::format("rank {}", from), error.what_without_backtrace());
     }
   }
   int64_t rank_, size_, round_ = 0;

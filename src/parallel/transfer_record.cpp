@@ -74,7 +74,7 @@ struct RunRecords::RankFile {
 };
 
 const RunRecords::RankFile& RunRecords::file(const MappedFile& mapped) const {
-  return *reinterpret_cast<const RankFile*>(mapped.bytes().data());
+  return *reinterpret_cast<const RankFile*>(mapped.unchecked_bytes().data());
 }
 
 void RunRecords::map_mine(const std::string& who) {

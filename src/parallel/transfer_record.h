@@ -32,6 +32,14 @@ struct OperationSlot {
 
   void begin(std::string_view operation, int64_t bytes);
   void end() { finished.fetch_add(1, std::memory_order_relaxed); }
+  void begin_wait(std::string_view name, int64_t size) {
+    begin(name, size);
+    waited_for = true;
+  }
+  void end_wait() {
+    waited_for = false;
+    end();
+  }
 };
 
 // One rank's file in RUN/ranks/, and the thread that watches it. Until open(), and in a run of one process,

@@ -75,8 +75,8 @@ at::Tensor LayerPass::finish_forward() {
   });
   if (options_.recompute_cheap) {
     for (const RecomputeList* list : {&attend_again_, &rows_again_, &experts_again_, &combine_again_}) list->release();
-    release_memory(values_.back());
   }
+  release_memory(values_.back());  // the experts' rows: summed, and no backward reads them
   values_.clear();
   if (!at::GradMode::is_enabled()) exchange_.reset();
   return out[0];

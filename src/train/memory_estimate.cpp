@@ -99,12 +99,12 @@ class Estimator {
       elements += spec.expert ? n / ep : n;
       if (spec.expert) largest = std::max(largest, n / ep);
     }
-    if (recomputes()) return {hidden_, kept, kept + work, elements, kept - hidden_};
+    const int64_t gone = ep == 1 ? between : std::llround(moved_);  // what S5 has summed
+    if (recomputes()) return {hidden_, kept, std::max(kept, kept - gone + work), elements, kept - gone - hidden_};
     // On the GPU a grouped product's weight gradient is whole in bf16 before it is added.
     const int64_t after = std::max(work, gpu_ && element_ == 2 ? 2 * largest : 0);
-    if (config_.train.recompute != Recompute::kCheap) return {kept, 0, after, elements};
-    const int64_t cheap = tokens_ * each.token_cheap + rows * each.expert_row_cheap;
-    const int64_t gone = ep == 1 ? between : std::llround(moved_);  // what S5 has summed
+    const bool cheaply = config_.train.recompute == Recompute::kCheap;
+    const int64_t cheap = cheaply ? tokens_ * each.token_cheap + rows * each.expert_row_cheap : 0;
     return {kept - cheap - gone, cheap + gone, cheap + after, elements, cheap};
   }
 

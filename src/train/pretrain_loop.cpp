@@ -59,8 +59,10 @@ PretrainLoop::PretrainLoop(const PretrainConfig& config, Bootstrap& bootstrap, R
     : config_(config), bootstrap_(bootstrap), records_(records), logger_(logger), device_(at::kCPU) {
   if (bootstrap.rank() != 0) logger.set_quiet(true);  // what all ranks find, one says
   bootstrap.set_start_seconds(config.log.watchdog_seconds);
-  if (config.train.device == TrainDevice::kGpu) device_ = use_gpu(bootstrap.local_rank());
-  run_together(bootstrap, [&] { open_inputs(); });
+  run_together(bootstrap, [&] {
+    if (config.train.device == TrainDevice::kGpu) device_ = use_gpu(bootstrap.local_rank());
+    open_inputs();
+  });
   // Each rank may read files of its own.
   check_same_on_all_ranks(bootstrap, "the run's config",
                           to_toml(config_) + model_config_text_ + loader_->fingerprint());
@@ -252,6 +254,9 @@ void PretrainLoop::resume_from(const Checkpoint& checkpoint) {
        {std::pair("previous_counts", tracker_->previous_counts()), {"bias", tracker_->bias()}}) {
     std::vector<double> saved;
     for (const Json& value : router.at(name).elements()) saved.push_back(value.as_double());
+    MARROW_CHECK(std::ssize(saved) == values.numel(), ExitCode::kBadInput, Fix("resume from an earlier checkpoint"),
+                 "{}/{}: {} has {} numbers, the model {}", checkpoint.folder(), kRouterState, name, saved.size(),
+                 values.numel());
     values.copy_(at::tensor(saved, at::kDouble).view_as(values));
   }
   state_.step = saved_step_ = checkpoint.state().step;
@@ -284,7 +289,7 @@ auto PretrainLoop::with_step(int64_t step, Body body) {
                fmt::format("out of memory on {}: {}, activations of {} tokens in {} layers the rest; {}", device_.str(),
                            memory_breakdown(*store_), config_.train.micro_batch * config_.data.seq_len,
                            model_->shape().layers, error.what_without_backtrace()),
-               Fix("lower train.micro_batch or data.seq_len, set train.recompute = \"layer\" or "
+               Fix("lower train.micro_batch or data.seq_len, set train.recompute = \"cheap\" or \"layer\", or "
                    "optimizer.state_dtype = \"bf16\""),
                __FILE__, __LINE__);
     throw ours.add_who(fmt::format("step {}", step));
@@ -294,16 +299,15 @@ auto PretrainLoop::with_step(int64_t step, Body body) {
 int64_t PretrainLoop::run(StopSignal& stop) {
   stop_ = &stop;
   last_report_ = std::chrono::steady_clock::now();
-  std::optional<PendingStep> pending;
+  std::vector<PendingStep> pending;  // at most one
   const auto settle = [&] {
-    if (pending) with_step(pending->step, [&] { report(std::move(*pending)); });
-    pending.reset();
+    for (PendingStep& one : std::exchange(pending, {})) with_step(one.step, [&] { report(std::move(one)); });
   };
   while (state_.step < config_.train.steps && !stopping_) {
     const int64_t step = state_.step + 1;
     PendingStep launched = with_step(step, [&] { return launch_traced(step); });
     settle();  // the previous step's numbers are read while the device works on this one
-    pending = std::move(launched);
+    pending.push_back(std::move(launched));
     const bool last = step == config_.train.steps;
     const auto due = [&](int64_t every) { return every > 0 && step % every == 0; };
     if (device_.is_cpu() || last || due(config_.data.validate_every) || due(config_.checkpoint.every)) settle();

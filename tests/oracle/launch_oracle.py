@@ -252,7 +252,7 @@ def fault(place, kind):
         code, seconds, err, _ = pretrain_with(f"{place}:{kind}:2:{call}", f"log.watchdog_seconds={watchdog}")
         error = last_error(err)
         assert code == 4 and seconds < 40, f"exit {code} after {seconds:.0f} s\n{err}"
-        wanted = {"kill": "rank 2 (pp 0, dp 1, cp 0, ep 0) was ended by signal 9", "stop": "rank 2", "throw": f"the fault in {place}"}[kind]
+        wanted = {"kill": "rank 2 (pp 0, dp 1, cp 0, ep 0) was ended by signal 9", "segfault": "was ended by signal 11", "stop": "rank 2", "throw": f"the fault in {place}"}[kind]
         assert wanted in error, err
         if kind == "stop":
             late = ("within 3 s: nothing came from rank 2",) if place == "start" else ("stopped", "watchdog_seconds = 3")
@@ -277,7 +277,7 @@ def nan_skips_on_all():
 
 
 FAULTS = [fault(place, kind) for place in ("start", "forward", "exchange", "optimizer", "save")
-          for kind in ("kill", "stop", "throw")]
+          for kind in ("kill", "stop", "throw")] + [fault("forward", "segfault")]
 CASES = [*FAULTS, nan_stops_all, nan_skips_on_all, well, thrown, thrown_json, refused, killed, crashed, stopped, hung, by_signal, early_signal, launcher_killed,
          rank_killed_under_mpirun, thrown_under_mpirun, without_mpi, lost_world]
 

@@ -268,7 +268,7 @@ def bad_models():
         while not (WORK / f"mapped-{suffix[1:]}/metrics.jsonl").exists() and run.poll() is None:
             time.sleep(0.05)
         os.truncate(WORK / f"cut{suffix}", 100)
-        text = run.communicate()[1]
+        text = run.communicate(timeout=120)[1]
         refused(subprocess.CompletedProcess(run.args, run.returncode, stderr=text), 3, f"cut{suffix}", "while it was in use")
 
 

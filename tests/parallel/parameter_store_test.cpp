@@ -84,7 +84,9 @@ TEST(ParameterStore, EveryElementHasOneOwner) {
           EXPECT_EQ(range.master.numel(), n);
           EXPECT_EQ(range.exp_avg.numel(), n);
           ASSERT_EQ(range.exp_avg_sq.defined(), together == 1) << name;
-          if (together == 1) EXPECT_EQ(range.exp_avg_sq.numel(), n);
+          if (together == 1) {
+            EXPECT_EQ(range.exp_avg_sq.numel(), n);
+          }
           std::vector<int>& counts = owners[name];
           counts.resize(range.tensor->elements());
           for (int64_t i = range.begin; i < range.end; ++i) ++counts[i];
