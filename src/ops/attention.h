@@ -17,7 +17,7 @@ struct AttentionLayout {
 // softmax(q kᵀ · scale) v → [T, Hq, Dv]. Hq is a multiple of Hkv; head h reads k/v head h·Hkv/Hq.
 // Inputs fp32 or bf16 with contiguous last dimension; any token and head stride. On the GPU: bf16
 // by cuDNN, or by ATen's flash kernels with documents, a window or `deterministic` (cuDNN's
-// backward is not); flash needs Dv = D. fp32 on the GPU goes by way of the host, for tests.
+// backward is not); these need Dv ≤ D. fp32 on the GPU goes by way of the host, for tests.
 at::Tensor attention(const at::Tensor& q,  // [T, Hq, D]
                      const at::Tensor& k,  // [T, Hkv, D]
                      const at::Tensor& v,  // [T, Hkv, Dv]

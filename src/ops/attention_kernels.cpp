@@ -92,6 +92,11 @@ struct FlashArguments {
   int64_t rows(const GpuAttention& attention, const Tensor& x) const { return offsets ? attention.longest : x.size(1); }
 };
 
+// Flash wants values as wide as keys: zeros make up for it, and give columns of zeros in the output.
+Tensor as_wide(const Tensor& x, const Tensor& q) {
+  return x.size(-1) == q.size(-1) ? x : at::constant_pad_nd(x, {0, q.size(-1) - x.size(-1)});
+}
+
 // cuDNN's entry takes [B, H, S, D].
 Tensor heads_first(const Tensor& x) { return x.transpose(1, 2); }
 
@@ -182,10 +187,10 @@ void GpuAttention::set_pieces(const std::vector<int32_t>& offsets, at::Device de
 
 bool needs_flash(const Tensor& q, const Tensor& v, bool masked, bool deterministic) {
   if (!masked && !deterministic) return false;
-  MARROW_CHECK(q.size(2) == v.size(2) && q.size(2) % 8 == 0 && q.size(2) <= 256, ExitCode::kUsage,
+  MARROW_CHECK(q.size(2) >= v.size(2) && q.size(2) % 8 == 0 && q.size(2) <= 256, ExitCode::kUsage,
                Fix("set data.mask_documents = false and train.deterministic = false"),
-               "attention with documents, a window or determinism on the GPU needs equal head "
-               "sizes of q, k and v, a multiple of 8 up to 256; they are {} and {}",
+               "attention with documents, a window or determinism on the GPU needs a head size of q and k that is a "
+               "multiple of 8 up to 256, and v's no larger; they are {} and {}",
                q.size(2), v.size(2));
   return true;
 }
@@ -201,10 +206,11 @@ variable_list attention_gpu_forward(const GpuAttention& attention, const Tensor&
   }
   const FlashArguments flash(attention);
   const auto result =
-      at::_flash_attention_forward(flash.in(q), flash.in(k), flash.in(v), flash.offsets, flash.offsets,
+      at::_flash_attention_forward(flash.in(q), flash.in(k), flash.in(as_wide(v, q)), flash.offsets, flash.offsets,
                                    flash.rows(attention, q), flash.rows(attention, k), 0.0, attention.causal,
                                    /*return_debug_mask=*/false, attention.scale, flash.left, flash.right);
-  return {flash.out(std::get<0>(result)), flash.out(std::get<1>(result)), std::get<2>(result), std::get<3>(result)};
+  const Tensor out = flash.out(std::get<0>(result)).narrow(-1, 0, v.size(-1)).contiguous();
+  return {out, flash.out(std::get<1>(result)), std::get<2>(result), std::get<3>(result)};
 }
 
 std::array<Tensor, 3> attention_gpu_backward(const GpuAttention& attention, const variable_list& saved,
@@ -220,10 +226,10 @@ std::array<Tensor, 3> attention_gpu_backward(const GpuAttention& attention, cons
   const DeterministicScope scope(attention.deterministic);
   const Tensor offsets = flash.offsets.value_or(Tensor());
   const auto [dq, dk, dv] = at::_flash_attention_backward(
-      flash.in(d_out), flash.in(q), flash.in(k), flash.in(v), flash.in(out), flash.in(lse), offsets, offsets,
-      flash.rows(attention, q), flash.rows(attention, k), 0.0, attention.causal, saved[5], saved[6], attention.scale,
-      flash.left, flash.right);
-  return {flash.out(dq), flash.out(dk), flash.out(dv)};
+      flash.in(as_wide(d_out, q)), flash.in(q), flash.in(k), flash.in(as_wide(v, q)), flash.in(as_wide(out, q)),
+      flash.in(lse), offsets, offsets, flash.rows(attention, q), flash.rows(attention, k), 0.0, attention.causal,
+      saved[5], saved[6], attention.scale, flash.left, flash.right);
+  return {flash.out(dq), flash.out(dk), flash.out(dv).narrow(-1, 0, v.size(-1))};
 }
 
 }  // namespace marrow

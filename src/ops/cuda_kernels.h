@@ -109,26 +109,41 @@ void add_sum_of_squares_cuda(View flat, View partial, View total);
 
 constexpr int64_t kRouterMaxExperts = 512;
 constexpr int64_t kRouterMaxTopK = 32;
+constexpr int64_t kRouterMaxExpertGroups = 32;
 
 // Sizes of a router call: tokens T in `groups` equal groups.
 struct RouterShape {
   int64_t tokens, experts, top_k, groups;
   bool normalize, forced;
   float scale;
+  bool sigmoid;
+  int64_t expert_groups, top_groups;
 };
 
 // Blocks of each group, all groups alike: partial_sums below has groups · this rows.
 int64_t router_blocks_per_group(const RouterShape& shape);
 
-// probabilities [T, E] holds logits on entry. selection_bias [E] or none. lse [T], counts [G, E]
-// zeroed, partial_sums [G · blocks, E + 1] scratch; the rest as in RouterOutput.
-void router_forward_cuda(const RouterShape& shape, View probabilities, View selection_bias, View lse, View experts,
+// logits [T, E]. selection_bias [E] or none. lse [T], counts [G, E] zeroed, partial_sums [G · blocks, E + 1] scratch;
+// the rest as in RouterOutput.
+void router_forward_cuda(const RouterShape& shape, View logits, View selection_bias, View lse, View experts,
                          View weights, View counts, View partial_sums, View probability_sums, View z_sum);
 
 // d_weights [T, k] or none; balance_gradient [G, E] or none. d_logits: fp32 [T, E], or bf16
 // [T, 2E]: rounded values in the first E columns, what rounding lost in the rest.
-void router_backward_cuda(const RouterShape& shape, View probabilities, View lse, View experts, View weights,
-                          View d_weights, View balance_gradient, float z_loss_gradient, View d_logits);
+void router_backward_cuda(const RouterShape& shape, View logits, View lse, View experts, View weights, View d_weights,
+                          View balance_gradient, float z_loss_gradient, View d_logits);
+
+struct MlaRopeArgs {
+  const float* cos;                  // [P, R/2]
+  const float* sin;                  // [P, R/2]
+  const int32_t* positions;          // [T]
+  int64_t heads, nope, rope, value;  // Hq, N, R, Dv; sizes even
+};
+
+// As mla_rope: q [T, Hq·(N + R)], kv [T, Hq·(N + Dv)], k_rope [T, R] to q_out, k_out [T, Hq, N + R], v_out [T, Hq, Dv].
+void mla_rope_forward_cuda(const MlaRopeArgs& args, View q, View kv, View k_rope, View q_out, View k_out, View v_out);
+void mla_rope_backward_cuda(const MlaRopeArgs& args, View dq_out, View dk_out, View dv_out, View dq, View dkv,
+                            View dk_rope);
 
 // out[r] = x[source[r]], zero where source is -1; source int32.
 void gather_rows_cuda(View x, View source, View out);

@@ -6,32 +6,53 @@
 namespace marrow {
 namespace {
 
-// What the backward reads of the forward's work: probabilities [T, E] and lse [T], fp32.
+constexpr double kTinyScore = 1e-20;  // beside a sum of sigmoids, as published models compute
+
+// What the backward reads of the forward's work: logits [T, E] and lse [T], fp32.
 struct Routing {
   RouterOutput out;
-  Tensor probabilities, lse;
+  Tensor logits, lse;
 };
+
+// [T, k] int64, by falling score, equal scores by lower id.
+Tensor choose_cpu(const Tensor& logits, const Tensor& scores, const Tensor& selection_bias, const RouterShape& shape) {
+  if (shape.forced) {
+    return at::arange(shape.tokens * shape.top_k).remainder(shape.experts).view({shape.tokens, shape.top_k});
+  }
+  const auto by_falling = [](const Tensor& x) { return std::get<1>(at::sort(x, /*stable=*/true, 1, true)); };
+  Tensor choice = selection_bias.defined() ? scores + selection_bias : shape.sigmoid ? scores : logits;
+  if (shape.top_groups < shape.expert_groups) {
+    const Tensor grouped = choice.unflatten(1, {shape.expert_groups, -1});
+    const Tensor of_groups = std::get<0>(grouped.topk(shape.sigmoid ? 2 : 1, 2)).sum(2);
+    const Tensor left_out = by_falling(of_groups).narrow(1, shape.top_groups, shape.expert_groups - shape.top_groups);
+    const Tensor hidden = at::zeros(of_groups.sizes(), at::kBool).scatter_(1, left_out, true);
+    choice = grouped.masked_fill(hidden.unsqueeze(2), -INFINITY).flatten(1);
+  }
+  return by_falling(choice).narrow(1, 0, shape.top_k).contiguous();
+}
 
 Routing route_cpu(const Tensor& x, const Tensor& weight, const Tensor& selection_bias, const RouterShape& shape) {
   const auto [tokens, experts, top_k, groups] = std::array{shape.tokens, shape.experts, shape.top_k, shape.groups};
   const Tensor logits = at::mm(x.to(at::kFloat), weight.to(at::kFloat).t());
-  const Tensor lse = at::logsumexp(logits, {1}), p = at::softmax(logits, 1);
-  Tensor chosen;  // [T, k] int64, by falling score, equal scores by lower id
-  if (shape.forced) {
-    chosen = at::arange(tokens * top_k).remainder(experts).view({tokens, top_k});
+  const Tensor lse = at::logsumexp(logits, {1});
+  const Tensor scores = shape.sigmoid ? logits.sigmoid() : at::softmax(logits, 1);
+  const Tensor p = shape.sigmoid ? scores / scores.sum(1, true) : scores;
+  const Tensor chosen = choose_cpu(logits, scores, selection_bias, shape);
+  Tensor weights;
+  if (shape.sigmoid) {
+    weights = scores.gather(1, chosen);
+    if (shape.normalize) weights = weights / (weights.sum(1, true) + kTinyScore);
   } else {
-    const Tensor scores = selection_bias.defined() ? p + selection_bias : logits;
-    chosen = std::get<1>(at::sort(scores, /*stable=*/true, 1, /*descending=*/true)).narrow(1, 0, top_k).contiguous();
+    // Normalised weights are the softmax of the chosen logits; no probability need be above 0.
+    const Tensor chosen_logits = logits.gather(1, chosen);
+    weights = shape.normalize ? chosen_logits.softmax(1) : chosen_logits.sub(lse.unsqueeze(1)).exp();
   }
-  // Normalised weights are the softmax of the chosen logits; no probability need be above 0.
-  const Tensor chosen_logits = logits.gather(1, chosen);
-  const Tensor weights = shape.normalize ? chosen_logits.softmax(1) : chosen_logits.sub(lse.unsqueeze(1)).exp();
   const Tensor pairs = chosen.view({groups, tokens / groups * top_k});
   const Tensor counts = at::zeros({groups, experts}, at::kInt);
   counts.scatter_add_(1, pairs, at::ones(pairs.sizes(), at::kInt));
   const Tensor sums = p.view({groups, tokens / groups, experts}).sum(1, false, at::kDouble);
   const Tensor z_sum = lse.to(at::kDouble).square().sum().view({1});
-  return {{chosen.to(at::kInt), weights * shape.scale, counts, sums.to(at::kFloat), z_sum.to(at::kFloat)}, p, lse};
+  return {{chosen.to(at::kInt), weights * shape.scale, counts, sums.to(at::kFloat), z_sum.to(at::kFloat)}, logits, lse};
 }
 
 Routing route_gpu(const Tensor& x, const Tensor& weight, const Tensor& selection_bias, const RouterShape& shape) {
@@ -53,34 +74,37 @@ Routing route_gpu(const Tensor& x, const Tensor& weight, const Tensor& selection
 
 // What the gradients are made of: the forward's tensors and those of the objective.
 struct BackwardInputs {
-  Tensor x, weight, probabilities, lse, experts, weights;
+  Tensor x, weight, logits, lse, experts, weights;
   Tensor d_weights, balance_gradient;  // or undefined
   float z_loss_gradient = 0;
 };
 
-// d objective / d logits [T, E] fp32.
+// d objective / d logits [T, E] fp32. A score's derivative is s·(1 − s) with sigmoid, s·(δ − p) with softmax.
 Tensor differentiate_cpu(const RouterShape& shape, const BackwardInputs& in) {
-  const Tensor chosen = in.experts.to(at::kLong), &p = in.probabilities;
-  Tensor d_p = at::zeros_like(p), d_chosen;  // of the weight's logit (normalize), else of p
+  const Tensor softmax = in.logits.sub(in.lse.unsqueeze(1)).exp_();
+  const Tensor scores = shape.sigmoid ? in.logits.sigmoid() : softmax;
+  const Tensor p = shape.sigmoid ? scores / scores.sum(1, true) : softmax;
+  Tensor d = at::zeros_like(p);
   if (in.balance_gradient.defined()) {
-    d_p = in.balance_gradient.repeat_interleave(shape.tokens / shape.groups, 0);
+    const Tensor d_p = in.balance_gradient.repeat_interleave(shape.tokens / shape.groups, 0);
+    d = p * (d_p - (p * d_p).sum(1, true));
   }
   if (in.d_weights.defined()) {
-    const Tensor mean = (in.weights * in.d_weights).sum(1, true) / shape.scale;
-    d_chosen = shape.normalize ? in.weights * (in.d_weights - mean) : in.d_weights * shape.scale;
-    if (!shape.normalize) d_p.scatter_add_(1, chosen, d_chosen);
+    Tensor d_chosen = in.weights * in.d_weights;
+    const Tensor sum = d_chosen.sum(1, true);
+    if (shape.normalize) d_chosen = d_chosen - in.weights * (sum / shape.scale);
+    if (!shape.normalize && !shape.sigmoid) d.sub_(p * sum);
+    d.scatter_add_(1, in.experts.to(at::kLong), d_chosen);
   }
-  const Tensor z = in.lse.unsqueeze(1) * (2.0 * in.z_loss_gradient);
-  const Tensor d_logits = p * (d_p - (p * d_p).sum(1, true) + z);
-  if (shape.normalize && d_chosen.defined()) d_logits.scatter_add_(1, chosen, d_chosen);
-  return d_logits;
+  if (shape.sigmoid) d.mul_(1 - scores);
+  return d.add_(softmax.mul(in.lse.unsqueeze(1)), 2.0 * in.z_loss_gradient);
 }
 
 // bf16 on the GPU: in two bf16 parts [T, 2E], so that tensor cores lose no precision of it.
 Tensor differentiate_gpu(const RouterShape& shape, const BackwardInputs& in) {
   const int64_t parts = in.x.scalar_type() == at::kBFloat16 ? 2 : 1;
   const Tensor d_logits = at::empty({shape.tokens, shape.experts * parts}, in.x.options());
-  MARROW_CUDA_CALL(router_backward_cuda(shape, in.probabilities, in.lse, in.experts, in.weights, in.d_weights,
+  MARROW_CUDA_CALL(router_backward_cuda(shape, in.logits, in.lse, in.experts, in.weights, in.d_weights,
                                         in.balance_gradient, in.z_loss_gradient, d_logits));
   return d_logits;
 }
@@ -112,6 +136,17 @@ RouterOutput router(const Tensor& x, const Parameter& weight, const Tensor& sele
           "{} of at most {} experts",
           kRouterMaxTopK, kRouterMaxExperts),
       "{}: top {} of {} experts", weight.name, options.top_k, w.size(0));
+  const int64_t group_size = w.size(0) / std::max<int64_t>(options.expert_groups, 1);
+  MARROW_CHECK(options.expert_groups >= 1 && options.expert_groups <= kRouterMaxExpertGroups &&
+                   group_size * options.expert_groups == w.size(0) && options.top_groups >= 1 &&
+                   options.top_groups <= options.expert_groups && options.top_groups * group_size >= options.top_k &&
+                   (options.expert_groups == 1 || !options.sigmoid || group_size >= 2),
+               ExitCode::kUsage,
+               Fix("set n_group to a divisor of the number of experts, at most {}, and topk_group so that its groups "
+                   "hold num_experts_per_tok experts",
+                   kRouterMaxExpertGroups),
+               "{}: the best {} of {} groups of {} experts, top {}", weight.name, options.top_groups,
+               options.expert_groups, w.size(0), options.top_k);
   MARROW_CHECK(groups > 0 && x.size(0) % groups == 0, ExitCode::kUsage,
                Fix("make the tokens of a micro-batch a multiple of its sequences"),
                "{}: {} tokens do not divide into {} groups", weight.name, x.size(0), groups);
@@ -121,10 +156,13 @@ RouterOutput router(const Tensor& x, const Parameter& weight, const Tensor& sele
                           groups,
                           options.normalize,
                           options.forced,
-                          static_cast<float>(options.scale)};
+                          static_cast<float>(options.scale),
+                          options.sigmoid,
+                          options.expert_groups,
+                          options.top_groups};
   const Tensor in = x.detach();
-  auto [out, probabilities, lse] = (x.is_cuda() ? route_gpu : route_cpu)(in, w, selection_bias, shape);
-  BackwardInputs saved{in, w, probabilities, lse, out.experts, out.weights, {}, {}};
+  auto [out, logits, lse] = (x.is_cuda() ? route_gpu : route_cpu)(in, w, selection_bias, shape);
+  BackwardInputs saved{in, w, logits, lse, out.experts, out.weights, {}, {}};
   out.weights =
       differentiable({x}, {out.weights}, [=, &queue, grad = weight.grad](const variable_list& d_out) -> variable_list {
         BackwardInputs inputs = saved;

@@ -23,9 +23,45 @@ __device__ unsigned ordered(float x) {
 
 int64_t tokens_per_warp(const RouterShape& shape) { return std::clamp<int64_t>(shape.tokens / (528 * kWarps), 1, 64); }
 
+__device__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+// What ordered() was given.
+__device__ float unordered(unsigned key) { return __uint_as_float((key >> 31) != 0 ? key ^ 0x80000000u : ~key); }
+
+// Bit g: experts of group g may be chosen. keys: what each expert of the lane is chosen by.
+template <int kPerLane>
+__device__ unsigned best_groups(const RouterShape& shape, const unsigned (&keys)[kPerLane], int lane) {
+  const int groups = static_cast<int>(shape.expert_groups), size = static_cast<int>(shape.experts) / groups;
+  unsigned mine = 0;  // lane g: how good group g is
+  for (int group = 0; group < groups; ++group) {
+    float best = -INFINITY, second = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int place = i * 32 + lane - group * size;
+      if (place < 0 || place >= size) continue;
+      const float choice = unordered(keys[i]);
+      second = fmaxf(second, fminf(best, choice));
+      best = fmaxf(best, choice);
+    }
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) {
+      const float other = __shfl_xor_sync(kAll, best, step);
+      second = fmaxf(fmaxf(second, __shfl_xor_sync(kAll, second, step)), fminf(best, other));
+      best = fmaxf(best, other);
+    }
+    if (lane == group) mine = ordered(shape.sigmoid ? best + second : best);
+  }
+  int better = 0;
+  for (int group = 0; group < groups; ++group) {
+    const unsigned other = __shfl_sync(kAll, mine, group);
+    better += other > mine || (other == mine && group < lane);
+  }
+  return __ballot_sync(kAll, lane < groups && better < shape.top_groups);
+}
+
 // One warp a token; lane l holds experts l, l + 32, …
 template <int kPerLane>
-__global__ void forward(RouterShape shape, int64_t per_warp, int64_t blocks_per_group, float* probabilities,
+__global__ void forward(RouterShape shape, int64_t per_warp, int64_t blocks_per_group, const float* all_logits,
                         const float* selection_bias, float* lse, int32_t* experts, float* weights, int32_t* counts,
                         float* partial_sums) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -41,36 +77,53 @@ __global__ void forward(RouterShape shape, int64_t per_warp, int64_t blocks_per_
   const int64_t end = min(begin + per_warp, group_tokens);
   float totals[kPerLane] = {}, z_total = 0.0f;
   for (int64_t token = group * group_tokens + begin; token < group * group_tokens + end; ++token) {
-    float* row = probabilities + token * expert_count;
-    float logits[kPerLane], p[kPerLane];
+    const float* row = all_logits + token * expert_count;
+    float values[kPerLane], p[kPerLane];  // values: logits, then with sigmoid scores
     unsigned keys[kPerLane];
     float top = -INFINITY;
     for (int i = 0; i < kPerLane; ++i) {
       const int e = i * 32 + lane;
-      logits[i] = e < expert_count ? row[e] : -INFINITY;
-      keys[i] = e < expert_count ? ordered(logits[i]) : 0;
-      top = fmaxf(top, logits[i]);
+      values[i] = e < expert_count ? row[e] : -INFINITY;
+      top = fmaxf(top, values[i]);
     }
     top = warp_max(top);
     float sum = 0.0f;
     for (int i = 0; i < kPerLane; ++i) {
-      p[i] = i * 32 + lane < expert_count ? expf(logits[i] - top) : 0.0f;
+      p[i] = i * 32 + lane < expert_count ? expf(values[i] - top) : 0.0f;
       sum += p[i];
     }
     sum = lane_sum<32>(sum);
-    const float log_sum = top + logf(sum), inverse = 1.0f / sum;
+    const float log_sum = top + logf(sum);
+    if (shape.sigmoid) {
+      sum = 0.0f;
+      for (int i = 0; i < kPerLane; ++i) {
+        p[i] = values[i] = sigmoid(values[i]);  // of −∞: 0
+        sum += p[i];
+      }
+      sum = lane_sum<32>(sum);
+    }
+    const float inverse = 1.0f / sum;
     for (int i = 0; i < kPerLane; ++i) {
       const int e = i * 32 + lane;
+      p[i] *= inverse;
+      totals[i] += p[i];
+      keys[i] = 0;
       if (e >= expert_count) continue;
-      totals[i] += p[i] * inverse;
-      row[e] = p[i] * inverse;
-      if (selection_bias != nullptr) keys[i] = ordered(p[i] * inverse + selection_bias[e]);
+      keys[i] = ordered(selection_bias == nullptr ? values[i] : (shape.sigmoid ? values[i] : p[i]) + selection_bias[e]);
+    }
+    if (shape.top_groups < shape.expert_groups) {
+      const unsigned allowed = best_groups(shape, keys, lane);
+      const int size = expert_count / static_cast<int>(shape.expert_groups);
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+        if ((allowed >> min((i * 32 + lane) / size, 31) & 1u) == 0) keys[i] = 0;
+      }
     }
     z_total += log_sum * log_sum;
     if (lane == 0) lse[token] = log_sum;
 
     int chosen = 0;           // lane j: the j-th expert
-    float value = -INFINITY;  // and its logit
+    float value = -INFINITY;  // and its logit, or with sigmoid its score
     for (int j = 0; j < top_k; ++j) {
       int expert;
       if (shape.forced) {
@@ -90,7 +143,7 @@ __global__ void forward(RouterShape shape, int64_t per_warp, int64_t blocks_per_
       float mine = 0.0f;
       for (int i = 0; i < kPerLane; ++i) {
         if (i * 32 + lane == expert) {
-          mine = logits[i];
+          mine = values[i];
           keys[i] = 0;
         }
       }
@@ -103,8 +156,8 @@ __global__ void forward(RouterShape shape, int64_t per_warp, int64_t blocks_per_
     const bool active = lane < top_k;
     // Normalised weights are the softmax of the chosen logits; no probability need be above 0.
     const float shift = shape.normalize ? warp_max(value) : log_sum;
-    float weight = active ? expf(value - shift) : 0.0f;
-    if (shape.normalize) weight /= lane_sum<32>(weight);
+    float weight = !active ? 0.0f : shape.sigmoid ? value : expf(value - shift);
+    if (shape.normalize) weight /= lane_sum<32>(weight) + (shape.sigmoid ? 1e-20f : 0.0f);
     if (active) {
       experts[token * top_k + lane] = chosen;
       weights[token * top_k + lane] = weight * shape.scale;
@@ -152,57 +205,57 @@ __global__ void finish(const float* partial_sums, int64_t blocks_per_group, int6
 }
 
 template <int kPerLane>
-__global__ void backward(RouterShape shape, const float* probabilities, const float* lse, const int32_t* experts,
+__global__ void backward(RouterShape shape, const float* logits, const float* lse, const int32_t* experts,
                          const float* weights, const float* d_weights, const float* balance_gradient,
                          float z_loss_gradient, float* d_logits, bf16* split) {
   const int64_t token = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / 32;
   if (token >= shape.tokens) return;
   const int lane = threadIdx.x % 32;
   const int expert_count = static_cast<int>(shape.experts), top_k = static_cast<int>(shape.top_k);
-  const float* row = probabilities + token * expert_count;
+  const float *row = logits + token * expert_count, log_sum = lse[token];
   const int64_t group = token / (shape.tokens / shape.groups);
 
   int chosen = -1;
-  float d_chosen = 0.0f;  // of the weight's logit (normalize), else of its probability
+  float weight = 0.0f, d_chosen = 0.0f;  // of the weight's logit, but for what a sum over scores adds
   if (lane < top_k && d_weights != nullptr) {
     chosen = experts[token * top_k + lane];
-    d_chosen = d_weights[token * top_k + lane];
+    weight = weights[token * top_k + lane];
+    d_chosen = weight * d_weights[token * top_k + lane];
   }
-  if (shape.normalize && d_weights != nullptr) {
-    const float weight = lane < top_k ? weights[token * top_k + lane] : 0.0f;
-    const float mean = lane_sum<32>(weight * d_chosen) / shape.scale;
-    d_chosen = weight * (d_chosen - mean);
-  } else {
-    d_chosen *= shape.scale;
-  }
-  float p[kPerLane], d_p[kPerLane], d_logit[kPerLane];
+  const float d_sum = lane_sum<32>(d_chosen);
+  if (shape.normalize) d_chosen -= weight * d_sum / shape.scale;
+  float softmax[kPerLane], scores[kPerLane], d_p[kPerLane], d_logit[kPerLane], total = 0.0f;
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
     const int e = i * 32 + lane;
     const bool valid = e < expert_count;
-    p[i] = valid ? row[e] : 0.0f;
+    softmax[i] = valid ? expf(row[e] - log_sum) : 0.0f;
+    scores[i] = valid && shape.sigmoid ? sigmoid(row[e]) : softmax[i];
+    total += scores[i];
     d_p[i] = valid && balance_gradient != nullptr ? balance_gradient[group * expert_count + e] : 0.0f;
     d_logit[i] = 0.0f;
   }
+  total = shape.sigmoid ? lane_sum<32>(total) : 1.0f;
   for (int j = 0; j < top_k; ++j) {
     const int e = __shfl_sync(kAll, chosen, j);
     const float d = __shfl_sync(kAll, d_chosen, j);
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
-      if (e != i * 32 + lane) continue;
-      (shape.normalize ? d_logit[i] : d_p[i]) += d;
+      if (e == i * 32 + lane) d_logit[i] += d;
     }
   }
   float mean = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kPerLane; ++i) mean += p[i] * d_p[i];
+  for (int i = 0; i < kPerLane; ++i) mean += scores[i] / total * d_p[i];
   mean = lane_sum<32>(mean);
-  const float z = 2.0f * z_loss_gradient * lse[token];
+  if (!shape.normalize && !shape.sigmoid) mean += d_sum;
+  const float z = 2.0f * z_loss_gradient * log_sum;
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
     const int e = i * 32 + lane;
     if (e >= expert_count) continue;
-    const float d = d_logit[i] + p[i] * (d_p[i] - mean + z);
+    const float slope = shape.sigmoid ? 1.0f - scores[i] : 1.0f;
+    const float d = slope * (d_logit[i] + scores[i] / total * (d_p[i] - mean)) + softmax[i] * z;
     if (split == nullptr) {
       d_logits[token * expert_count + e] = d;
       continue;
@@ -230,14 +283,13 @@ int64_t router_blocks_per_group(const RouterShape& shape) {
   return (shape.tokens / shape.groups + per_block - 1) / per_block;
 }
 
-void router_forward_cuda(const RouterShape& shape, View probabilities, View selection_bias, View lse, View experts,
+void router_forward_cuda(const RouterShape& shape, View logits, View selection_bias, View lse, View experts,
                          View weights, View counts, View partial_sums, View probability_sums, View z_sum) {
   const int64_t blocks = router_blocks_per_group(shape);
   if (blocks > 0) {
     with_per_lane(shape.experts, [&]<int kPerLane>() {
       forward<kPerLane><<<static_cast<unsigned>(blocks * shape.groups), kThreads, 0, current_stream()>>>(
-          shape, tokens_per_warp(shape), blocks, probabilities, selection_bias, lse, experts, weights, counts,
-          partial_sums);
+          shape, tokens_per_warp(shape), blocks, logits, selection_bias, lse, experts, weights, counts, partial_sums);
     });
   }
   const dim3 grid(blocks_for(shape.experts, 32), static_cast<unsigned>(shape.groups + 1));
@@ -246,13 +298,13 @@ void router_forward_cuda(const RouterShape& shape, View probabilities, View sele
   MARROW_CUDA_CHECK(cudaGetLastError());
 }
 
-void router_backward_cuda(const RouterShape& shape, View probabilities, View lse, View experts, View weights,
-                          View d_weights, View balance_gradient, float z_loss_gradient, View d_logits) {
+void router_backward_cuda(const RouterShape& shape, View logits, View lse, View experts, View weights, View d_weights,
+                          View balance_gradient, float z_loss_gradient, View d_logits) {
   if (shape.tokens == 0) return;
   const View none;
   with_per_lane(shape.experts, [&]<int kPerLane>() {
     backward<kPerLane><<<blocks_for(shape.tokens, kWarps), kThreads, 0, current_stream()>>>(
-        shape, probabilities, lse, experts, weights, d_weights, balance_gradient, z_loss_gradient,
+        shape, logits, lse, experts, weights, d_weights, balance_gradient, z_loss_gradient,
         d_logits.bf16 ? none : d_logits, d_logits.bf16 ? d_logits : none);
   });
   MARROW_CUDA_CHECK(cudaGetLastError());

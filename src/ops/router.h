@@ -10,6 +10,10 @@ struct RouterOptions {
   bool normalize = true;  // norm_topk_prob: the k weights of a token sum to `scale`
   double scale = 1.0;     // routed_scaling_factor
   bool forced = false;    // pair (t, j) goes to expert (t·k + j) mod E whatever the logits
+  bool sigmoid = false;   // scores are sigmoid(logits), and probabilities scores / Σ scores; else both softmax(logits)
+  // Experts are chosen from the best `top_groups` of `expert_groups` equal groups of neighbours (n_group, topk_group);
+  // a group is as good as its best expert, with sigmoid as its best two together.
+  int64_t expert_groups = 1, top_groups = 1;
 };
 
 // What the objective adds to the router's gradient. The engine fills it in after the forward and
@@ -21,15 +25,15 @@ struct RouterBalance {
 };
 
 struct RouterOutput {
-  at::Tensor experts;           // [T, k] int32, by falling probability; equal ones by lower id
+  at::Tensor experts;           // [T, k] int32, by falling score; equal ones by lower id
   at::Tensor weights;           // [T, k] fp32, differentiable
   at::Tensor counts;            // [G, E] int32: (token, expert) pairs of group g
-  at::Tensor probability_sums;  // [G, E] fp32: sum over the group's tokens of softmax(logits)
+  at::Tensor probability_sums;  // [G, E] fp32: sum over the group's tokens of their probabilities
   at::Tensor z_sum;             // [1] fp32: sum over all tokens of logsumexp(logits)²
 };
 
 // x [T, H] fp32 or bf16, weight [E, H] in x's dtype; computes in fp32. Group g holds the tokens [g·T/G, (g+1)·T/G), for
-// statistics per sequence. `selection_bias` [E] fp32 (or undefined) is added to the probabilities for the choice alone.
+// statistics per sequence. `selection_bias` [E] fp32 (or undefined) is added to the scores for the choice alone.
 // The weight's gradient goes through `queue`. k ≤ 32.
 RouterOutput router(const at::Tensor& x, const Parameter& weight, const at::Tensor& selection_bias, int64_t groups,
                     const RouterOptions& options, std::shared_ptr<RouterBalance> balance, WeightGradQueue& queue);

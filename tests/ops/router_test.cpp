@@ -11,7 +11,8 @@ struct Case {
   int64_t tokens, hidden, experts, top_k, groups;
   bool normalize = true;
   double scale = 1.0;
-  bool bias = false, balance = false, forced = false;
+  bool bias = false, balance = false, forced = false, sigmoid = false;
+  int64_t expert_groups = 1, top_groups = 1;
 };
 
 const std::vector<Case> kCases = {
@@ -24,6 +25,14 @@ const std::vector<Case> kCases = {
     {5000, 16, 32, 4, 2, true, 1.0, false, true},
     {30, 8, 500, 32, 1, true, 1.0, false, true},
     {0, 8, 4, 2, 1, true, 1.0, false, true},
+    {0, 8, 4, 2, 1, true, 1.0, true, true, false, true, 2, 1},
+    {65, 16, 24, 6, 5, false, 16.0, false, true, false, false, 8, 3},  // as DeepSeek-V2
+    {50, 12, 20, 3, 2, false, 1.0, true, true, false, false, 5, 2},
+    {34, 16, 64, 6, 2, true, 2.446, true, true, false, true},       // as Moonlight
+    {70, 16, 256, 8, 1, true, 2.5, true, true, false, true, 8, 4},  // as DeepSeek-V3
+    {70, 16, 15, 4, 7, false, 1.5, false, true, false, true, 3, 2},
+    {40, 16, 160, 4, 2, true, 1.5, true, false, true, true, 8, 1},
+    {257, 8, 96, 4, 1, true, 1.0, true, true, false, true, 32, 20},
 };
 
 struct Routed {
@@ -37,10 +46,21 @@ Routed run(const Tensor& x, const Tensor& weight, const Tensor& bias, const Case
   const Parameter parameter = make_parameter(weight);
   WeightGradQueue queue;
   const RouterOutput out =
-      router(leaf, parameter, bias, c.groups, {c.top_k, c.normalize, c.scale, c.forced}, balance, queue);
+      router(leaf, parameter, bias, c.groups,
+             {c.top_k, c.normalize, c.scale, c.forced, c.sigmoid, c.expert_groups, c.top_groups}, balance, queue);
   out.weights.backward(d_weights);
   queue.run_all();
   return {out, leaf.grad(), parameter.grad};
+}
+
+// scores [T, E] with −1e9 for the experts of each token's worse groups.
+Tensor of_best_groups(const Tensor& scores, const Case& c) {
+  const Tensor grouped = scores.unflatten(1, {c.expert_groups, -1});
+  const Tensor of_groups = c.sigmoid ? std::get<0>(grouped.sort(2, true)).narrow(2, 0, 2).sum(2) : grouped.amax({2});
+  const Tensor best = std::get<1>(of_groups.sort(1, true)).narrow(1, 0, c.top_groups);
+  const Tensor allowed =
+      at::zeros_like(of_groups).scatter(1, best, 1.0).repeat_interleave(c.experts / c.expert_groups, 1);
+  return scores.masked_fill(allowed.eq(0), -1e9);
 }
 
 // The chosen experts are k different ones, by falling score, and none left out scores higher.
@@ -58,8 +78,9 @@ TEST(Router, MatchesPlainComposition) {
   for (const at::Device device : test_devices()) {
     for (const auto dtype : {at::kFloat, at::kBFloat16}) {
       for (const Case& c : kCases) {
-        SCOPED_TRACE(fmt::format("{} {} T={} H={} E={} k={} G={}", device.str(), c10::toString(dtype), c.tokens,
-                                 c.hidden, c.experts, c.top_k, c.groups));
+        SCOPED_TRACE(fmt::format("{} {} T={} H={} E={} k={} G={}{}, best {} of {} groups", device.str(),
+                                 c10::toString(dtype), c.tokens, c.hidden, c.experts, c.top_k, c.groups,
+                                 c.sigmoid ? " sigmoid" : "", c.top_groups, c.expert_groups));
         const Tensor x = random_tensor({c.tokens, c.hidden}, dtype, device, 1);
         const Tensor w = random_tensor({c.experts, c.hidden}, dtype, device, 2, 0.5);
         const Tensor bias = c.bias ? random_tensor({c.experts}, at::kFloat, device, 3, 0.1) : Tensor();
@@ -73,14 +94,16 @@ TEST(Router, MatchesPlainComposition) {
 
         const Tensor xr = reference_leaf(x), wr = reference_leaf(w);
         const Tensor logits = at::mm(xr, wr.t());
-        const Tensor p = logits.softmax(1);
+        const Tensor scores = c.sigmoid ? logits.sigmoid() : logits.softmax(1);
+        const Tensor p = scores / scores.sum(1, true);
         const Tensor ids = got.out.experts.cpu().to(at::kLong);
         if (c.forced) {
           EXPECT_TRUE(at::equal(ids.flatten(), at::arange(c.tokens * c.top_k) % c.experts));
         } else if (c.tokens > 0) {
-          expect_best(ids, c.bias ? p.detach() + bias.cpu() : p.detach());
+          const Tensor choice = c.bias ? scores.detach() + bias.cpu() : scores.detach();
+          expect_best(ids, c.top_groups < c.expert_groups ? of_best_groups(choice, c) : choice);
         }
-        Tensor weights = p.gather(1, ids);
+        Tensor weights = scores.gather(1, ids);
         if (c.normalize) weights = weights / weights.sum(1, true);
         weights = weights * c.scale;
         const Tensor lse2 = logits.logsumexp(1).square().sum();
@@ -191,6 +214,14 @@ TEST(Router, RefusesWhatDoesNotFit) {
   EXPECT_THROW(router(at::ones({2, 5}), w, {}, 1, {1}, {}, queue), Error);
   EXPECT_THROW(router(at::ones({2, 3}), w, {}, 1, {5}, {}, queue), Error);
   EXPECT_THROW(router(at::ones({3, 3}), w, {}, 2, {1}, {}, queue), Error);
+  const auto with_groups = [&](int64_t top_k, int64_t groups, int64_t top_groups, bool sigmoid) {
+    router(at::ones({2, 3}), w, {}, 1, {top_k, true, 1.0, false, sigmoid, groups, top_groups}, {}, queue);
+  };
+  EXPECT_THROW(with_groups(1, 3, 1, false), Error);  // 4 experts
+  EXPECT_THROW(with_groups(3, 2, 1, false), Error);
+  EXPECT_THROW(with_groups(1, 2, 3, false), Error);
+  EXPECT_THROW(with_groups(1, 4, 2, true), Error);  // a group's two best
+  EXPECT_NO_THROW(with_groups(2, 2, 1, true));
 }
 
 }  // namespace
