@@ -37,26 +37,54 @@ std::vector<std::string> weight_paths(const std::string& folder) {
 }
 
 std::string default_architecture(const Json& config) {
-  const Json type = config.at("model_type");
-  if (type.as_string() == "qwen3_moe") return R"(["Qwen3MoeForCausalLM"])";
-  type.fail("no export is known for this family", Fix("use a config.json of model_type \"qwen3_moe\""));
+  const std::string type = config.at("model_type").as_string();
+  if (type == "qwen3_moe") return R"(["Qwen3MoeForCausalLM"])";
+  if (type == "deepseek_v2") return R"(["DeepseekV2ForCausalLM"])";
+  if (type == "deepseek_v3") return R"(["DeepseekV3ForCausalLM"])";
+  config.at("model_type")
+      .fail("no export is known for this family", Fix("use a config.json of a family that marrow trains"));
+}
+
+// RoPE in both styles: rope_theta and rope_scaling (null without any) of old, rope_parameters since transformers 5.
+void decide_rope(const Json& config, std::map<std::string, std::string>& fields) {
+  const auto object = [&](const char* key) { return config.has(key) && !config.at(key).is_null(); };
+  const bool current = object("rope_parameters");
+  const std::string theta = (config.has("rope_theta") ? config : config.at("rope_parameters")).at("rope_theta").dump();
+  fields["rope_theta"] = theta;
+  std::string type = "\"default\"";
+  JsonWriter parameters, scaling;
+  parameters.raw("rope_theta", theta);
+  if (current || object("rope_scaling")) {
+    for (const auto& [key, value] : config.at(current ? "rope_parameters" : "rope_scaling").items()) {
+      if (key == "type" || key == "rope_type") type = value.dump();
+      if (key == "type" || key == "rope_type" || key == "rope_theta") continue;
+      parameters.raw(key, value.dump());
+      scaling.raw(key, value.dump());
+    }
+  }
+  if (!current) fields["rope_parameters"] = parameters.raw("rope_type", type).text();
+  if (!object("rope_scaling") && type != "\"default\"") fields["rope_scaling"] = scaling.raw("type", type).text();
 }
 
 // Fields in which the Hub's styles differ, both written, and those that an export decides; as JSON.
 std::map<std::string, std::string> decided_fields(const Json& config, at::ScalarType dtype, int64_t end_of_document) {
-  const Json theta = config.has("rope_theta") ? config.at("rope_theta") : config.at("rope_parameters").at("rope_theta");
-  const std::string experts = config.at(config.has("num_experts") ? "num_experts" : "num_local_experts").dump();
   const std::string type = dtype == at::kBFloat16 ? "\"bfloat16\"" : "\"float32\"";
   std::map<std::string, std::string> fields{
       {"architectures", config.has("architectures") ? config.at("architectures").dump() : default_architecture(config)},
-      {"rope_theta", theta.dump()},
-      {"num_experts", experts},
-      {"num_local_experts", experts},
       {"torch_dtype", type},
       {"dtype", type},
       {"tie_word_embeddings", json_text(config.bool_or("tie_word_embeddings", false))}};
-  if (!config.has("rope_parameters") || config.at("rope_parameters").is_null()) {
-    fields["rope_parameters"] = JsonWriter().raw("rope_theta", theta.dump()).field("rope_type", "default").text();
+  decide_rope(config, fields);
+  for (const char* key : {"num_experts", "num_local_experts"}) {
+    if (config.has(key)) fields["num_experts"] = fields["num_local_experts"] = config.at(key).dump();
+  }
+  if (config.at("model_type").as_string() == "deepseek_v3") {  // what other readers want said
+    fields["scoring_func"] = "\"sigmoid\"";
+    fields["topk_method"] = "\"noaux_tc\"";
+  }
+  // Layers that predict further tokens are not trained, and so not exported.
+  for (const char* key : {"num_nextn_predict_layers", "num_mtp_layers"}) {
+    if (config.has(key)) fields[key] = "0";
   }
   if (end_of_document >= 0) fields["eos_token_id"] = json_text(end_of_document);
   return fields;
@@ -189,7 +217,7 @@ int64_t write_hub_folder(const HubExport& to, const ModelWeights& weights) {
     OutputFile file(staged.path() + "/" + layout.file_name);
     file.append(layout.header);
     for (const StoredTensor& tensor : layout.tensors) {
-      weights.read_in_parts(tensor, to.dtype, [&](int64_t, const at::Tensor& part) {
+      weights.read_in_parts(tensor, tensor.dtype, [&](int64_t, const at::Tensor& part) {
         file.append({static_cast<const std::byte*>(part.const_data_ptr()), part.nbytes()});
       });
       map.field(tensor.name, layout.file_name);

@@ -1,5 +1,6 @@
 #include "models/model_contract.h"
 
+#include "models/deepseek_v2.h"
 #include "models/qwen3_moe.h"
 
 namespace marrow {
@@ -7,8 +8,10 @@ namespace marrow {
 std::unique_ptr<MoeModel> open_model(const Json& config) {
   const std::string type = config.at("model_type").as_string();
   if (type == "qwen3_moe") return open_qwen3_moe(config);
+  if (type == "deepseek_v2" || type == "deepseek_v3") return open_deepseek_v2(config);
   config.at("model_type")
-      .fail(fmt::format("unknown model family \"{}\"", type), Fix("use a config.json of model_type \"qwen3_moe\""));
+      .fail(fmt::format("unknown model family \"{}\"", type),
+            Fix("use a config.json of model_type \"qwen3_moe\", \"deepseek_v2\" or \"deepseek_v3\""));
 }
 
 std::vector<ParameterSpec> all_parameter_specs(const MoeModel& model) {
@@ -26,6 +29,8 @@ std::vector<HubTensor> all_hub_tensors(const MoeModel& model) {
   for (const ParameterSpec& spec : all_parameter_specs(model)) {
     tensors.insert(tensors.end(), spec.parts.begin(), spec.parts.end());
   }
+  const std::vector<HubTensor>& biases = model.shape().selection_biases;
+  tensors.insert(tensors.end(), biases.begin(), biases.end());
   return tensors;
 }
 

@@ -33,6 +33,11 @@ struct ModelShape {
   double initializer_range = 0.02;
   double router_aux_loss_coef = 1e-3;  // coef of the balance loss unless [router] sets it
   bool tied_embeddings = false;
+  int64_t dense_layers = 0;  // the first ones: no router and no experts, S1 and S5 alone
+  // A bias of selection [E] for each MoE layer, where the format stores them: kept by the engine, not trained.
+  std::vector<HubTensor> selection_biases = {};
+
+  int64_t moe_layers() const { return layers - dense_layers; }
 };
 
 // What one micro-batch needs in every layer.
@@ -54,7 +59,7 @@ struct LayerContext {
 struct RoutedTokens {
   at::Tensor residual;   // [T, H]
   at::Tensor normed;     // [T, H], what the experts read
-  RouterOutput routing;  // experts and weights of each token, and the router's statistics
+  RouterOutput routing;  // experts and weights of each token, and the router's statistics; undefined in a dense layer
 };
 
 class DecoderLayer {
@@ -66,8 +71,8 @@ class DecoderLayer {
   // expert). Returns [R, H], each row multiplied by its weight.
   virtual at::Tensor run_experts(const at::Tensor& rows, const at::Tensor& row_weights, const at::Tensor& offsets,
                                  const LayerContext&) const = 0;
-  // S5. residual and normed as S1 gave them, rows [R, H] of S4 with the map from tokens to rows; its result must
-  // not share the rows' memory, nor its backward read it: it is gone afterwards.
+  // S5. residual and normed as S1 gave them, rows [R, H] of S4 with the map from tokens to rows (none in a dense
+  // layer); its result must not share the rows' memory, nor its backward read it: it is gone afterwards.
   virtual at::Tensor combine_and_add(const at::Tensor& residual, const at::Tensor& normed, const at::Tensor& rows,
                                      const RowMap& map, const LayerContext&) const = 0;
 };
@@ -100,7 +105,7 @@ class MoeModel {
 // has but marrow lacks is an error (kUsage) that names it.
 std::unique_ptr<MoeModel> open_model(const Json& config);
 
-// Every tensor of the model in canonical order: embedding, layers, head.
+// Every tensor of the model in canonical order: embedding, layers, head; then, of the Hub's, the biases of selection.
 std::vector<ParameterSpec> all_parameter_specs(const MoeModel&);
 std::vector<HubTensor> all_hub_tensors(const MoeModel&);
 

@@ -10,6 +10,7 @@ namespace marrow {
 struct HubTensor {
   std::string name;            // "model.layers.3.mlp.experts.7.down_proj.weight"
   std::vector<int64_t> shape;  // row-major
+  bool always_fp32 = false;    // also in an export of bf16
   int64_t elements() const {
     int64_t n = 1;
     for (const int64_t size : shape) n *= size;

@@ -138,7 +138,7 @@ Executor::Flight& Executor::start_forward(const PipelinePass& pass) {
 void Executor::start_layer(Flight& flight, int64_t layer) {
   const Layer& own = layers_.at(layer);
   acquire(own.groups);
-  flight.layers.emplace_back(*own.layer, layer, layer_options_);
+  flight.layers.emplace_back(*own.layer, layer - model_->shape().dense_layers, layer_options_);
   flight.layers.back().start_forward(flight.values, flight.batch.context);
 }
 

@@ -9,7 +9,7 @@ void LayerPass::start_forward(const at::Tensor& hidden, const LayerContext& shar
   context_.balance = std::make_shared<RouterBalance>();
   if (options_.tracker != nullptr) {
     context_.balance_groups = options_.tracker->groups(shared.attention.sequences);
-    context_.selection_bias = options_.tracker->selection_bias(index_);
+    if (!dense()) context_.selection_bias = options_.tracker->selection_bias(index_);
   }
   options_.recompute = options_.recompute && at::GradMode::is_enabled();
   options_.recompute_cheap = options_.recompute_cheap && at::GradMode::is_enabled();
@@ -29,6 +29,7 @@ void LayerPass::attend(const at::Tensor& hidden, bool first_time) {
     routing_ = out.routing;
     return std::vector<at::Tensor>{out.residual, out.normed, out.routing.weights};
   });
+  if (dense()) return;
   if (BalanceTracker* tracker = options_.tracker; tracker != nullptr) {
     const int64_t tokens = hidden.size(0);
     if (first_time) tracker->record(index_, routing_, tokens, *context_.balance);
@@ -42,6 +43,7 @@ void LayerPass::attend(const at::Tensor& hidden, bool first_time) {
 }
 
 void LayerPass::run_experts() {
+  if (dense()) return;
   const at::AutoGradMode keep(at::GradMode::is_enabled() && !options_.recompute);
   const DispatchedTokens tokens =
       exchange_ ? exchange_->finish_dispatch()
@@ -76,7 +78,7 @@ at::Tensor LayerPass::finish_forward() {
   if (options_.recompute_cheap) {
     for (const RecomputeList* list : {&attend_again_, &rows_again_, &experts_again_, &combine_again_}) list->release();
   }
-  release_memory(values_.back());  // the experts' rows: summed, and no backward reads them
+  if (!dense()) release_memory(values_.back());  // the experts' rows: summed, and no backward reads them
   values_.clear();
   if (!at::GradMode::is_enabled()) exchange_.reset();
   return out[0];
@@ -98,6 +100,7 @@ void LayerPass::start_backward(const at::Tensor& d_output) {
 }
 
 void LayerPass::run_experts_backward() {
+  if (dense()) return;
   std::vector<at::Tensor> d_rows(1);
   if (exchange_) {
     d_rows[0] = exchange_->finish_combine_backward();

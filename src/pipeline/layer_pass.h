@@ -8,7 +8,8 @@
 
 namespace marrow {
 
-// S1 attention, router → S2 dispatch → S3 experts → S4 combine → S5 sum, residual. S1, S3 and S5 are
+// S1 attention, router → S2 dispatch → S3 experts → S4 combine → S5 sum, residual; of a dense layer S1 and S5 alone.
+// S1, S3 and S5 are
 // StageGraphs, kept from forward to backward; under no-grad nothing is kept. S2 and S4 move tokens
 // between ranks, and do nothing where a rank holds all experts. Each direction is three steps, cut
 // where a move is under way, so that a step of another pass can run meanwhile.
@@ -22,7 +23,7 @@ class LayerPass {
     bool overlap = true;           // false: each move is waited for at once
     int64_t* rows_sent = nullptr;  // adds the rows that forwards send to other ranks
   };
-  // The layer, and what the options point to, outlive the pass.
+  // The layer, and what the options point to, outlive the pass. index: among the MoE layers; negative: a dense layer.
   LayerPass(const DecoderLayer& layer, int64_t index, const Options& options)
       : layer_(&layer), index_(index), options_(options) {}
 
@@ -36,6 +37,7 @@ class LayerPass {
   at::Tensor finish_backward();                     // S1
 
  private:
+  bool dense() const { return index_ < 0; }
   void attend(const at::Tensor& hidden, bool first_time);
   // The context of a stage, which adds to `list` what is cheap to make again.
   const LayerContext& noting(RecomputeList& list);

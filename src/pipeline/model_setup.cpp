@@ -20,9 +20,12 @@ void add_model_parameters(const MoeModel& model, const ModelParts& parts, Parame
   }
 }
 
-void load_weights(const MoeModel& model, const std::string& folder, ParameterStore& store) {
+void load_weights(const MoeModel& model, const std::string& folder, ParameterStore& store,
+                  const at::Tensor& selection_bias) {
   const ModelWeights weights(folder, all_hub_tensors(model), {.tied_embeddings = model.shape().tied_embeddings});
   for (const OwnedRange& range : store.owned_ranges()) weights.read(*range.tensor, range.begin, range.master);
+  const std::vector<HubTensor>& biases = model.shape().selection_biases;
+  for (size_t i = 0; i < biases.size(); ++i) weights.read(biases[i], 0, selection_bias[static_cast<int64_t>(i)]);
   store.copy_masters_to_working();
 }
 

@@ -25,7 +25,9 @@ struct ModelParts {
 void add_model_parameters(const MoeModel& model, const ModelParts& parts, ParameterStore& store);
 
 // Fills what this rank holds of the weights from a folder of safetensors, a checkpoint or a Hub folder, and then the
-// working copies. Collective. Errors (kBadInput) unless the files hold exactly the model's tensors.
-void load_weights(const MoeModel& model, const std::string& folder, ParameterStore& store);
+// working copies; and the biases of selection, [MoE layers, E] fp32, where the model has them. Collective. Errors
+// (kBadInput) unless the files hold exactly the model's tensors.
+void load_weights(const MoeModel& model, const std::string& folder, ParameterStore& store,
+                  const at::Tensor& selection_bias);
 
 }  // namespace marrow

@@ -80,12 +80,15 @@ void BalanceTracker::end_step() {
   load_.copy_(std::get<0>(counts_.max(1)) / counts_.mean(1));
   previous_counts_.copy_(counts_);
   if (options_.mode != BalanceMode::kBias) return;
-  bias_.add_(at::sign(previous_counts_.mean(1, true) - previous_counts_), options_.coef);
+  // sign(mean − count), exactly.
+  const at::Tensor below = counts_.sum(1, true) - counts_ * static_cast<double>(options_.experts);
+  bias_.add_(below.sign().to(at::kFloat), options_.coef);
   bias_.sub_(bias_.mean(1, true));
 }
 
 at::Tensor BalanceTracker::selection_bias(int64_t layer) const {
-  return options_.mode == BalanceMode::kBias ? bias_.select(0, layer) : at::Tensor();
+  const bool has_bias = options_.selection_bias || options_.mode == BalanceMode::kBias;
+  return has_bias ? bias_.select(0, layer) : at::Tensor();
 }
 
 }  // namespace marrow

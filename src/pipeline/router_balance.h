@@ -16,9 +16,10 @@ class BalanceTracker {
     BalanceMode mode = BalanceMode::kGlobal;
     double coef = 0;
     double z_loss = 0;
-    int64_t layers = 0, experts = 0, top_k = 0;
-    Communicator* context = nullptr;  // ranks that share each sequence; null: this one alone
-    Communicator* world = nullptr;    // all ranks; null: this one alone
+    int64_t layers = 0, experts = 0, top_k = 0;  // layers with experts
+    Communicator* context = nullptr;             // ranks that share each sequence; null: this one alone
+    Communicator* world = nullptr;               // all ranks; null: this one alone
+    bool selection_bias = false;                 // the model has one, to be used in any mode; only mode bias changes it
   };
   // Sizes of one step's global batch, over all ranks.
   struct StepSizes {
@@ -40,11 +41,11 @@ class BalanceTracker {
   // Of the step that ended last, on the device: [layers] fp32 each.
   at::Tensor losses() const { return losses_; }
   at::Tensor load_max_over_mean() const { return load_; }
-  // Bias of selection of a layer [E] fp32; undefined unless the mode is bias.
+  // Bias of selection of a layer [E] fp32; undefined where the model has none and the mode is not bias.
   at::Tensor selection_bias(int64_t layer) const;
 
-  // State that a checkpoint keeps: [layers, E] fp32 each. `counts` is the last step's whole global
-  // batch; zero before the first step.
+  // State that a checkpoint keeps: [layers, E] fp32 each. `previous_counts` is the last step's whole global
+  // batch; zero before the first step. `bias` is a tensor of the model.
   at::Tensor previous_counts() const { return previous_counts_; }
   at::Tensor bias() const { return bias_; }
 

@@ -64,12 +64,13 @@ void remove_checkpoint(const std::string& folder) {
 
 }  // namespace
 
-std::vector<CheckpointTensor> checkpoint_tensors(const std::vector<ParameterSpec>& specs, OptimizerName optimizer) {
+std::vector<CheckpointTensor> checkpoint_tensors(const MoeModel& model, OptimizerName optimizer) {
   std::vector<CheckpointTensor> tensors;
-  for (const ParameterSpec& spec : specs) {
+  for (const ParameterSpec& spec : all_parameter_specs(model)) {
     const bool muon = optimizer == OptimizerName::kMuon && spec.rule == UpdateRule::kMuon;
     for (const HubTensor& part : spec.parts) tensors.push_back({part, true, !muon});
   }
+  for (const HubTensor& bias : model.shape().selection_biases) tensors.push_back({bias, false, false});
   return tensors;
 }
 

@@ -1,6 +1,7 @@
 // The files of one checkpoint folder: what they are, and how several ranks write parts of them.
 #pragma once
 #include "models/hub_folder.h"
+#include "models/model_contract.h"
 #include "ops/parameter_spec.h"
 #include "ops/pch.h"
 #include "train/pretrain_config.h"
@@ -14,8 +15,8 @@ struct CheckpointTensor {
   bool exp_avg_sq = true;  // second moment
 };
 
-// All tensors of the model, whoever holds them. `specs` are those of the whole model.
-std::vector<CheckpointTensor> checkpoint_tensors(const std::vector<ParameterSpec>& specs, OptimizerName optimizer);
+// All tensors of the model, whoever holds them.
+std::vector<CheckpointTensor> checkpoint_tensors(const MoeModel& model, OptimizerName optimizer);
 
 inline constexpr const char* kCompleteMarker = "COMPLETE";
 

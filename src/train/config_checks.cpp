@@ -147,7 +147,7 @@ void check_model_fits(PretrainConfig& config, const ModelShape& shape, int64_t w
                Fix("lower data.seq_len, or raise max_position_embeddings in the model's config"),
                "data.seq_len = {} exceeds the model's max_position_embeddings = {}", config.data.seq_len,
                shape.max_position);
-  MARROW_CHECK(config.router.balance != BalanceMode::kBias, ExitCode::kUsage,
+  MARROW_CHECK(config.router.balance != BalanceMode::kBias || !shape.selection_biases.empty(), ExitCode::kUsage,
                Fix("set router.balance to \"global\", \"sequence\", \"micro\" or \"none\""),
                "router.balance = \"bias\": this family's format cannot store a selection bias");
   const auto check_mesh_sizes = [&] {

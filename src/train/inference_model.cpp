@@ -23,8 +23,19 @@ InferenceModel::InferenceModel(const std::string& path, bool use_gpu, Logger& lo
   options.training = false;
   store.emplace(options);
   add_model_parameters(*model, {}, *store);
-  load_weights(*model, folder, *store);
-  executor.emplace(*model, ModelParts{}, *store, nullptr, Executor::Options{});
+  const ModelShape& shape = model->shape();
+  if (!shape.selection_biases.empty()) {
+    BalanceTracker::Options choice;
+    choice.mode = BalanceMode::kNone;
+    choice.layers = shape.moe_layers();
+    choice.experts = shape.experts;
+    choice.top_k = shape.top_k;
+    choice.selection_bias = true;
+    selection.emplace(choice, device);
+    selection->begin_step({1, 1, 1});
+  }
+  load_weights(*model, folder, *store, selection ? selection->bias() : at::Tensor());
+  executor.emplace(*model, ModelParts{}, *store, selection ? &*selection : nullptr, Executor::Options{});
 }
 
 }  // namespace marrow

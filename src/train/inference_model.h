@@ -3,6 +3,7 @@
 #include "base/log.h"
 #include "parallel/parameter_store.h"
 #include "pipeline/executor.h"
+#include "pipeline/router_balance.h"
 
 namespace marrow {
 
@@ -17,6 +18,7 @@ struct InferenceModel {
   std::string tokenizer_hash;   // "": not known
   std::unique_ptr<MoeModel> model;
   std::optional<ParameterStore> store;
+  std::optional<BalanceTracker> selection;  // holds the biases of selection, where the model has them
   std::optional<Executor> executor;
 };
 

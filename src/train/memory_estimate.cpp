@@ -86,9 +86,10 @@ class Estimator {
   // What LayerPass holds: the operators' tensors, and the rows that the stages hand to each other.
   LayerBytes layer_bytes(int64_t layer) const {
     const ActivationBytes each = model_.activation_bytes(layer, element_);
-    const int64_t ep = config_.mesh.ep, top_k = model_.shape().top_k;
+    const bool dense = layer < model_.shape().dense_layers;
+    const int64_t ep = config_.mesh.ep, top_k = dense ? 0 : model_.shape().top_k;
     const int64_t rows = tokens_ * top_k * (ep == 2 ? 2 : 1);  // of two ranks, each makes room for all
-    const int64_t between = ep == 1 ? hidden_ * top_k : std::llround(3 * moved_);
+    const int64_t between = ep == 1 || dense ? hidden_ * top_k : std::llround(3 * moved_);
     const int64_t index = 12 * rows, ring = config_.mesh.cp > 1 ? each.token_ring : 0;
     const int64_t kept = tokens_ * each.token + rows * each.expert_row + between + index;
     const int64_t work = std::max(tokens_ * (each.token_backward + ring), rows * each.expert_row_backward);
@@ -99,7 +100,7 @@ class Estimator {
       elements += spec.expert ? n / ep : n;
       if (spec.expert) largest = std::max(largest, n / ep);
     }
-    const int64_t gone = ep == 1 ? between : std::llround(moved_);  // what S5 has summed
+    const int64_t gone = ep == 1 || dense ? between : std::llround(moved_);  // what S5 has summed
     if (recomputes()) return {hidden_, kept, std::max(kept, kept - gone + work), elements, kept - gone - hidden_};
     // On the GPU a grouped product's weight gradient is whole in bf16 before it is added.
     const int64_t after = std::max(work, gpu_ && element_ == 2 ? 2 * largest : 0);

@@ -135,7 +135,8 @@ void PretrainLoop::make_engine() {
   balance.mode = config_.router.balance;
   balance.coef = config_.router.coef >= 0 ? config_.router.coef : shape.router_aux_loss_coef;
   balance.z_loss = config_.router.z_loss;
-  balance.layers = shape.layers;
+  balance.layers = shape.moe_layers();
+  balance.selection_bias = !shape.selection_biases.empty();
   balance.experts = shape.experts;
   balance.top_k = shape.top_k;
   balance.context = links_.context.get();
@@ -160,7 +161,7 @@ void PretrainLoop::make_engine() {
   writer.run = bootstrap_.broadcast(fmt::format("{:x}", std::random_device()()), 0);
   writer.timeout_seconds = config_.log.watchdog_seconds;
   writer.state_dtype = store.state_dtype;
-  checkpoints_.emplace(writer, checkpoint_tensors(all_parameter_specs(*model_), config_.optimizer.name), logger_);
+  checkpoints_.emplace(writer, checkpoint_tensors(*model_, config_.optimizer.name), logger_);
 }
 
 void PretrainLoop::open_data() {
@@ -247,18 +248,15 @@ std::optional<Checkpoint> PretrainLoop::checkpoint_to_resume() {
 void PretrainLoop::resume_from(const Checkpoint& checkpoint) {
   check_resumable(checkpoint.state(), checkpoint.config(), state_,
                   Json::parse(model_config_text_, config_.model.config, ExitCode::kUsage));
-  load_weights(*model_, checkpoint.folder(), *store_);
+  load_weights(*model_, checkpoint.folder(), *store_, tracker_->bias());
   checkpoint.load_optimizer(store_->owned_ranges());
-  const Json router = Json::read_file(checkpoint.folder() + "/" + kRouterState);
-  for (const auto& [name, values] :
-       {std::pair("previous_counts", tracker_->previous_counts()), {"bias", tracker_->bias()}}) {
-    std::vector<double> saved;
-    for (const Json& value : router.at(name).elements()) saved.push_back(value.as_double());
-    MARROW_CHECK(std::ssize(saved) == values.numel(), ExitCode::kBadInput, Fix("resume from an earlier checkpoint"),
-                 "{}/{}: {} has {} numbers, the model {}", checkpoint.folder(), kRouterState, name, saved.size(),
-                 values.numel());
-    values.copy_(at::tensor(saved, at::kDouble).view_as(values));
-  }
+  const std::string path = checkpoint.folder() + "/" + kRouterState;
+  const at::Tensor counts = tracker_->previous_counts();
+  std::vector<double> saved;
+  for (const Json& value : Json::read_file(path).at("previous_counts").elements()) saved.push_back(value.as_double());
+  MARROW_CHECK(std::ssize(saved) == counts.numel(), ExitCode::kBadInput, Fix("resume from an earlier checkpoint"),
+               "{}: {} counts, the model has {}", path, saved.size(), counts.numel());
+  counts.copy_(at::tensor(saved, at::kDouble).view_as(counts));
   state_.step = saved_step_ = checkpoint.state().step;
   state_.consumed_sequences = checkpoint.state().consumed_sequences;
   state_.skipped_steps = checkpoint.state().skipped_steps;
@@ -274,7 +272,7 @@ void PretrainLoop::initialize_from(const std::string& path) {
   }
   check_same_model(Json::read_file(folder + "/config.json"),
                    Json::parse(model_config_text_, config_.model.config, ExitCode::kUsage));
-  load_weights(*model_, folder, *store_);
+  load_weights(*model_, folder, *store_, tracker_->bias());
   logger_.info(fmt::format("initial weights from {}", path));
 }
 
@@ -392,7 +390,7 @@ void PretrainLoop::report(PendingStep pending) {
   stopping_ = all[0] > 0;  // the same on all ranks, since it was summed in the same step
   const std::span values = std::span(all).subspan(2);
   const auto now = std::chrono::steady_clock::now();
-  const int64_t layers = model_->shape().layers;
+  const int64_t layers = model_->shape().moe_layers();
   StepMetrics metrics;
   metrics.step = pending.step;
   metrics.loss = pending.targets > 0 ? values[0] / static_cast<double>(pending.targets) : 0.0;
@@ -455,11 +453,14 @@ void PretrainLoop::save(int64_t step) {
   CheckpointContent content;
   content.state = state_;
   if (store_->options().replicas.index == 0) content.ranges = store_->owned_ranges();
+  const std::vector<HubTensor>& biases = model_->shape().selection_biases;
+  for (size_t i = 0; mesh_.rank == 0 && i < biases.size(); ++i) {  // every rank has them all
+    const at::Tensor bias = tracker_->bias()[static_cast<int64_t>(i)];
+    content.ranges.push_back({&biases[i], 0, bias.numel(), bias, {}, {}});
+  }
   content.side_files = tokenizer_files_;
-  content.side_files.push_back({kRouterState, JsonWriter()
-                                                  .field("previous_counts", to_list(tracker_->previous_counts()),
-                                                         "bias", to_list(tracker_->bias()))
-                                                  .text()});
+  content.side_files.push_back(
+      {kRouterState, JsonWriter().field("previous_counts", to_list(tracker_->previous_counts())).text()});
   content.side_files.push_back({"config.json", model_config_text_});
   content.side_files.push_back({"run.toml", to_toml(config_)});
   checkpoints_->save(content);

@@ -1,5 +1,8 @@
 #include "train/trainer_state.h"
 
+#include <fmt/ranges.h>
+
+#include <map>
 #include <set>
 
 namespace marrow {
@@ -13,12 +16,27 @@ void check_equal(std::string_view key, const std::string& saved, const std::stri
                "cannot resume: {} is {}, but the checkpoint was saved with {}", key, current, saved);
 }
 
+// What RoPE does beyond rope_theta, in either of the Hub's styles.
+std::string rope_scaling_text(const Json& config) {
+  std::map<std::string, std::string> fields;
+  for (const char* style : {"rope_scaling", "rope_parameters"}) {
+    if (!config.has(style) || config.at(style).is_null()) continue;
+    for (const auto& [key, value] : config.at(style).items()) {
+      if (key == "rope_theta") continue;
+      fields[key == "type" ? "rope_type" : key] = value.is_number() ? json_number(value.as_double()) : value.dump();
+    }
+  }
+  if (fields["rope_type"].empty() || fields["rope_type"] == "\"default\"") fields.erase("rope_type");
+  return fmt::format("{}", fields);
+}
+
 // The value of a field as text; "" where it is absent. The Hub's two styles name some differently.
 std::string field_text(const Json& config, const std::string& key) {
   if (key == "num_experts" && !config.has(key)) return field_text(config, "num_local_experts");
   if (key == "rope_theta" && !config.has(key)) {
     return config.has("rope_parameters") ? field_text(config.at("rope_parameters"), key) : "";
   }
+  if (key == "rope_scaling") return rope_scaling_text(config);
   if (!config.has(key)) return "";
   const Json value = config.at(key);
   return value.is_number() ? json_number(value.as_double()) : value.dump();
@@ -50,15 +68,16 @@ void read_value(const Json& json, std::string& value) { value = json.as_string()
 void check_same_model(const Json& saved, const Json& current) {
   // Fields that say how the file was written, not what the model computes.
   const std::set<std::string, std::less<>> ignored{
-      "transformers_version", "torch_dtype",  "dtype",        "use_cache",    "architectures",
-      "output_router_logits", "eos_token_id", "bos_token_id", "pad_token_id", "_name_or_path"};
-  std::set<std::string> keys{"rope_theta", "num_experts"};
+      "transformers_version",     "torch_dtype",    "dtype",          "use_cache",    "architectures",
+      "output_router_logits",     "eos_token_id",   "bos_token_id",   "pad_token_id", "_name_or_path",
+      "num_nextn_predict_layers", "num_mtp_layers", "rope_parameters"};  // of the last, two keys below say the same
+  std::set<std::string> keys{"rope_theta", "rope_scaling", "num_experts"};
   for (const Json& config : {saved, current}) {
     for (const auto& [key, value] : config.items()) keys.insert(key);
   }
   for (const std::string& key : keys) {
-    // Of the fields that only one style has, num_experts and rope_theta above say the same.
-    const bool one_style = key == "num_local_experts" || key == "rope_parameters";
+    // Of a field that only one style has, num_experts above says the same.
+    const bool one_style = key == "num_local_experts";
     if (ignored.contains(key) || (one_style && !(saved.has(key) && current.has(key)))) continue;
     check_equal(key + " of model.config", field_text(saved, key), field_text(current, key));
   }

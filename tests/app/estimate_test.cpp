@@ -115,6 +115,27 @@ TEST_F(EstimateTest, ParametersAreWhatTheStoreHoldsAndSumUpToTheModel) {
   }
 }
 
+// Whole published models, 32 ranks: what the ranks hold adds up to the model.
+TEST_F(EstimateTest, TakesTheOtherFamilies) {
+  const std::pair<std::string, int64_t> published[] = {{"deepseek-v2-lite", 15'706'484'224},
+                                                       {"moonlight-16b-a3b", 15'960'110'208 - 26 * 64}};
+  for (const auto& [name, parameters] : published) {
+    SCOPED_TRACE(name);
+    const RunEstimate parts =
+        estimate({fmt::format("model.config=\"{}/configs/models/{}.json\"", MARROW_SOURCE_DIR, name),
+                  "train.micro_batch=1", "mesh.pp=2", "mesh.cp=2", "mesh.ep=8"});
+    int64_t masters = 0, largest = 0;
+    for (const RankMemory& rank : parts.ranks) {
+      masters += rank.save_copy - rank.optimizer;
+      largest = std::max(largest, rank.total());
+    }
+    EXPECT_NEAR(masters, 4 * parameters, 4e-3 * parameters);
+    EXPECT_LT(largest, 141e9);
+    EXPECT_GT(parts.step_seconds, 0.0);
+  }
+  EXPECT_EQ(run(fmt::format("--set 'model.config=\"{}/configs/models/deepseek-v2-lite.json\"'", MARROW_SOURCE_DIR)), 0);
+}
+
 TEST_F(EstimateTest, EachDimensionDividesWhatItShould) {
   const RankMemory one = estimate({}).ranks[0];
   const RankMemory dp = estimate({"mesh.dp=4"}).ranks[3];

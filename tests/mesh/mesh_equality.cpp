@@ -55,6 +55,16 @@ std::vector<Setting> settings(int64_t world) {
     if (pairs >= 2 * mesh.pp || (mesh.pp == 1 && pairs > 0)) special.micro_batch = 2;
     list.push_back(special);
     ++turn;
+    if (world == 2) {
+      Setting latent{mesh};  // each mesh of two with another of what this family adds
+      latent.family = mesh.dp > 1 ? "deepseek_v2" : "deepseek_v3";
+      latent.balance = mesh.cp > 1 ? BalanceMode::kSequence : mesh.dp > 1 ? BalanceMode::kGlobal : BalanceMode::kBias;
+      latent.documents = mesh.cp > 1;
+      latent.recompute = mesh.ep > 1 ? Recompute::kLayer : Recompute::kCheap;
+      latent.by_layer = mesh.dp > 1;
+      latent.optimizer = mesh.pp > 1 ? OptimizerName::kMuon : OptimizerName::kAdamW;
+      list.push_back(latent);
+    }
     // All tokens on the first experts, then on the last: most ranks have none.
     if (mesh.ep != world || world == 1) continue;
     for (const std::vector<int64_t>& experts : {std::vector<int64_t>{0, 1}, {6, 7}}) {

@@ -17,9 +17,10 @@ namespace marrow::test {
 
 std::string Setting::model_text() const {
   constexpr const char* balances[] = {"none", "micro", "sequence", "global", "bias"};
-  return fmt::format("{} {}{}{}{}", optimizer == OptimizerName::kMuon ? "muon" : "adamw",
+  return fmt::format("{} {}{}{}{}{}", optimizer == OptimizerName::kMuon ? "muon" : "adamw",
                      balances[static_cast<size_t>(balance)], tied ? " tied" : "", documents ? " documents" : "",
-                     experts.empty() ? "" : fmt::format(" on {}-{}", experts.front(), experts.back()));
+                     experts.empty() ? "" : fmt::format(" on {}-{}", experts.front(), experts.back()),
+                     family == "qwen3_moe" ? "" : " " + family);
 }
 
 std::string Setting::text() const {
@@ -34,6 +35,18 @@ std::string Setting::text() const {
 namespace {
 
 std::string model_config(const Setting& setting) {
+  if (setting.family != "qwen3_moe") {  // latent attention, a dense layer, shared experts, groups of experts
+    return fmt::format(
+        R"({{"model_type": "{}", "num_hidden_layers": {}, "hidden_size": 64, "num_attention_heads": 4, "q_lora_rank": 24,
+"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12, "intermediate_size": 96,
+"first_k_dense_replace": 1, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 4,
+"topk_group": 2, "topk_method": "{}", "norm_topk_prob": {}, "routed_scaling_factor": 1.5, "moe_intermediate_size": 48,
+"vocab_size": 512, "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "rope_scaling": {{"type":
+"yarn", "factor": 8, "original_max_position_embeddings": 32, "mscale": 1, "mscale_all_dim": 0.7}},
+"initializer_range": 0.05}})",
+        setting.family, setting.layers(), setting.family == "deepseek_v3" ? "noaux_tc" : "group_limited_greedy",
+        setting.family == "deepseek_v3");
+  }
   return fmt::format(
       R"({{"model_type": "qwen3_moe", "num_hidden_layers": {}, "hidden_size": 64, "num_attention_heads": 4,
 "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
@@ -46,7 +59,8 @@ std::string model_config(const Setting& setting) {
 
 PretrainConfig run_config(const std::string& root, const std::string& name, const Setting& setting) {
   PretrainConfig config;
-  config.model.config = fmt::format("{}/model-{}-{}.json", root, setting.layers(), setting.tied ? "tied" : "untied");
+  config.model.config =
+      fmt::format("{}/model-{}-{}-{}.json", root, setting.family, setting.layers(), setting.tied ? "tied" : "untied");
   config.data.train = {{root + "/corpus", 1.0}};
   config.data.validation = {root + "/corpus"};
   config.data.validate_sequences = 5;  // divides by no number of ranks
@@ -138,7 +152,10 @@ void write_inputs(const std::string& root) {
       Setting setting;
       setting.mesh.pp = pp;
       setting.tied = tied;
-      write_text_file_atomically(run_config(root, "", setting).model.config, model_config(setting));
+      for (const char* family : {"qwen3_moe", "deepseek_v2", "deepseek_v3"}) {
+        setting.family = family;
+        write_text_file_atomically(run_config(root, "", setting).model.config, model_config(setting));
+      }
     }
   }
 }

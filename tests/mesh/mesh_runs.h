@@ -21,6 +21,7 @@ struct Setting {
   bool tied = false, documents = false, overlap = true, by_layer = false, gpu = false;
   bool deterministic = false;
   int64_t micro_batch = 1, steps = 5, seed = 3;
+  std::string family = "qwen3_moe";
   std::vector<int64_t> experts = {};  // all tokens go to these; empty: natural routing
 
   // pp · dp · ep = 8 needs more micro-batches and layers.

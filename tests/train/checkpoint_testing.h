@@ -49,7 +49,7 @@ struct ToyModel {
         text(config_text),
         model(open_model(Json::parse(text, "toy"))),
         tensors(all_hub_tensors(*model)),
-        entries(checkpoint_tensors(all_parameter_specs(*model), name)) {}
+        entries(checkpoint_tensors(*model, name)) {}
   OptimizerName optimizer;
   std::string text;
   std::unique_ptr<MoeModel> model;

@@ -1,0 +1,48 @@
+// Logits of DeepSeek models against transformers, also far into a sequence (case A1).
+#include "ops/pch.h"
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <filesystem>
+
+#include "models/safetensors.h"
+#include "train/inference_model.h"
+
+namespace marrow {
+namespace {
+
+namespace fs = std::filesystem;
+
+TEST(DeepseekV2, LogitsEqualTransformers) {
+  const std::string dir = (fs::temp_directory_path() / fmt::format("marrow-deepseek-{}", getpid())).string();
+  fs::create_directories(dir);
+  const std::string command =
+      fmt::format("{0}/.venv/bin/python {0}/tests/oracle/deepseek_v2_logits.py {1}", MARROW_SOURCE_DIR, dir);
+  ASSERT_EQ(std::system(command.c_str()), 0);
+  Logger logger;
+  logger.set_quiet(true);
+  int models = 0;
+  for (const auto& entry : fs::directory_iterator(dir)) {
+    const std::string folder = entry.path().string();
+    SCOPED_TRACE(entry.path().filename().string());
+    const TensorFiles expected({folder + "/expected.safetensors"});
+    const at::Tensor tokens = expected.read_whole("tokens"), positions = expected.read_whole("positions");
+    const at::Tensor reference = expected.read_whole("logits").to(at::kDouble);  // [positions, V]
+    const std::vector<int32_t> unused(static_cast<size_t>(tokens.numel()));
+    InferenceModel model(folder, false, logger);
+    const at::Tensor hidden = model.executor().hidden_states(make_micro_batch(
+        {tokens.const_data_ptr<int32_t>(), unused.size()}, unused, unused, 1, tokens.numel(), false, at::kCPU));
+    const at::Tensor logits = model.executor().logits(hidden.index_select(0, positions)).to(at::kDouble);
+    for (int64_t i = 0; i < positions.numel(); ++i) {
+      const double error = (logits[i] - reference[i]).norm().item<double>() / reference[i].norm().item<double>();
+      EXPECT_LE(error, 1e-4) << "position " << positions[i].item<int64_t>();
+    }
+    ++models;
+  }
+  EXPECT_GE(models, 4);
+  fs::remove_all(dir);
+}
+
+}  // namespace
+}  // namespace marrow
