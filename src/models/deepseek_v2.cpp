@@ -23,10 +23,10 @@ struct DeepseekConfig {
   RouterOptions routing;
   DeepseekRope rope;
   int64_t heads = 0;         // Hq
-  int64_t query_rank = 0;    // Rq, 0: queries have no latent
-  int64_t latent_rank = 0;   // Rkv
-  int64_t nope_size = 0;     // N, of a head's part without position
-  int64_t rope_size = 0;     // R, of its part with
+  int64_t query_rank = 0;    // Lq, 0: queries have no latent
+  int64_t latent_rank = 0;   // Lkv
+  int64_t nope_size = 0;     // Dn, of a head's part without position
+  int64_t rope_size = 0;     // Dr, of its part with
   int64_t value_size = 0;    // Dv
   int64_t dense_inner = 0;   // I of a dense layer
   int64_t expert_inner = 0;  // I of an expert
@@ -225,12 +225,12 @@ class DeepseekLayer final : public DecoderLayer {
   int64_t layer_;
   RopeTable rope_;
   Parameter input_norm_;   // [H]
-  Parameter query_down_;   // [Rq, H]
-  Parameter query_norm_;   // [Rq]
-  Parameter query_;        // [Hq·(N + R), Rq or H]
-  Parameter latent_down_;  // [Rkv + R, H]
-  Parameter latent_norm_;  // [Rkv]
-  Parameter latent_up_;    // [Hq·(N + Dv), Rkv]
+  Parameter query_down_;   // [Lq, H]
+  Parameter query_norm_;   // [Lq]
+  Parameter query_;        // [Hq·(Dn + Dr), Lq or H]
+  Parameter latent_down_;  // [Lkv + Dr, H]
+  Parameter latent_norm_;  // [Lkv]
+  Parameter latent_up_;    // [Hq·(Dn + Dv), Lkv]
   Parameter output_;       // [H, Hq·Dv]
   Parameter post_norm_;    // [H]
   Parameter mlp_gate_up_;  // [2I, H]

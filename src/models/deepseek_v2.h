@@ -9,9 +9,9 @@ std::unique_ptr<MoeModel> open_deepseek_v2(const Json& config);  // model_type d
 
 // Rotary frequencies of the model and YaRN's two corrections (1 without it).
 struct DeepseekRope {
-  std::vector<double> frequencies;  // [R/2]
+  std::vector<double> frequencies;  // [Dr/2]
   double table_scale = 1;           // of cos and sin
-  double softmax_scale = 1;         // of the scores, beside 1/√(N + R)
+  double softmax_scale = 1;         // of the scores, beside 1/√(Dn + Dr)
 };
 DeepseekRope read_deepseek_rope(const Json& config);
 

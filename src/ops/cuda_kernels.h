@@ -134,13 +134,13 @@ void router_backward_cuda(const RouterShape& shape, View logits, View lse, View 
                           View balance_gradient, float z_loss_gradient, View d_logits);
 
 struct MlaRopeArgs {
-  const float* cos;                  // [P, R/2]
-  const float* sin;                  // [P, R/2]
+  const float* cos;                  // [P, Dr/2]
+  const float* sin;                  // [P, Dr/2]
   const int32_t* positions;          // [T]
-  int64_t heads, nope, rope, value;  // Hq, N, R, Dv; sizes even
+  int64_t heads, nope, rope, value;  // Hq, Dn, Dr, Dv; sizes even
 };
 
-// As mla_rope: q [T, Hq·(N + R)], kv [T, Hq·(N + Dv)], k_rope [T, R] to q_out, k_out [T, Hq, N + R], v_out [T, Hq, Dv].
+// As mla_rope: q, kv and k_rope to q_out, k_out and v_out; and back.
 void mla_rope_forward_cuda(const MlaRopeArgs& args, View q, View kv, View k_rope, View q_out, View k_out, View v_out);
 void mla_rope_backward_cuda(const MlaRopeArgs& args, View dq_out, View dk_out, View dv_out, View dq, View dkv,
                             View dk_rope);
