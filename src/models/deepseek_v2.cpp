@@ -4,7 +4,7 @@
 #include <set>
 
 #include "models/key_value_cache.h"
-#include "ops/expert_permutation.h"
+
 #include "ops/grouped_linear.h"
 #include "ops/linear.h"
 #include "ops/mla_rope.h"

@@ -204,7 +204,7 @@ std::string hub_config(const Json& config, at::ScalarType dtype, int64_t end_of_
 int64_t write_hub_folder(const HubExport& to, const ModelWeights& weights) {
   check_output_is_new(to.output, "--output");
   std::vector<StoredTensor> tensors;
-  for (const HubTensor& tensor : to.model) tensors.push_back({tensor, to.dtype});
+  for (const HubTensor& tensor : to.model) tensors.push_back({tensor, tensor.always_fp32 ? at::kFloat : to.dtype});
   std::vector<SafetensorsLayout> layouts = layout_shards("model", tensors, to.max_shard_bytes);
   if (layouts.size() == 1) layouts.front().file_name = "model.safetensors";
   int64_t total = 0;

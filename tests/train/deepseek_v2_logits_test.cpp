@@ -31,9 +31,9 @@ TEST(DeepseekV2, LogitsEqualTransformers) {
     const at::Tensor reference = expected.read_whole("logits").to(at::kDouble);  // [positions, V]
     const std::vector<int32_t> unused(static_cast<size_t>(tokens.numel()));
     InferenceModel model(folder, false, logger);
-    const at::Tensor hidden = model.executor().hidden_states(make_micro_batch(
+    const at::Tensor hidden = model.executor->hidden_states(make_micro_batch(
         {tokens.const_data_ptr<int32_t>(), unused.size()}, unused, unused, 1, tokens.numel(), false, at::kCPU));
-    const at::Tensor logits = model.executor().logits(hidden.index_select(0, positions)).to(at::kDouble);
+    const at::Tensor logits = model.executor->logits(hidden.index_select(0, positions)).to(at::kDouble);
     for (int64_t i = 0; i < positions.numel(); ++i) {
       const double error = (logits[i] - reference[i]).norm().item<double>() / reference[i].norm().item<double>();
       EXPECT_LE(error, 1e-4) << "position " << positions[i].item<int64_t>();
