@@ -56,8 +56,13 @@ constexpr int64_t kPairsPerBlock = 2048;  // of a counting sort's block
 void expert_permutation_cuda(View experts, View block_rows, View offsets, View source_of_row, View rows_of_source,
                              View slot_of_row);
 
-// accumulator fp32 += addend bf16.
-void add_bf16_to_fp32_cuda(View accumulator, View addend);
+// The products of grouped_linear in bf16: rows and d_rows [R, K], weight [E, N, K], out and dy [R, N], grad [E, N, K]
+// fp32, which is added to; offsets [E] int32, E at most 1024. workspace: kGroupedWorkspace bytes, read until the kernel
+// ends.
+constexpr int64_t kGroupedWorkspace = 256 << 10;
+void grouped_forward_cuda(View rows, View weight, View offsets, View out, View workspace);
+void grouped_input_grad_cuda(View dy, View weight, View offsets, View d_rows, View workspace);
+void grouped_weight_grad_cuda(View dy, View rows, View offsets, View grad, View workspace);
 
 // Row r of logits [R, V]: losses[r] = -log softmax(row)[targets[r]], 0 where the target is -1 (NaN where it is outside
 // the vocabulary). with_gradient overwrites the row by gradient_scale · d loss / d logits.

@@ -43,12 +43,21 @@ void accumulate_cpu(const Tensor& grad, const Tensor& dy, const Tensor& rows, co
   });
 }
 
+// What the bf16 kernels take for themselves.
+Tensor workspace_on(at::Device device) { return at::empty({kGroupedWorkspace}, at::device(device).dtype(at::kByte)); }
+
 // fp32 on the GPU, for tests, goes by way of the host.
 Tensor multiply_rows(const Tensor& rows, const Tensor& weight, const Tensor& offsets, bool transpose) {
   const int64_t outer = weight.size(transpose ? 1 : 2);
   if (rows.size(0) == 0) return at::empty({0, outer}, rows.options());
   if (rows.is_cuda() && rows.scalar_type() == at::kBFloat16) {
-    return at::_grouped_mm(rows, transpose ? weight.transpose(1, 2) : weight, offsets);
+    const Tensor out = at::empty({rows.size(0), outer}, rows.options()), workspace = workspace_on(rows.device());
+    if (transpose) {
+      MARROW_CUDA_CALL(grouped_forward_cuda(rows, weight, offsets, out, workspace));
+    } else {
+      MARROW_CUDA_CALL(grouped_input_grad_cuda(rows, weight, offsets, out, workspace));
+    }
+    return out;
   }
   const Tensor rows32 = rows.to(at::kCPU, at::kFloat), out = at::empty({rows.size(0), outer}, rows32.options());
   multiply_rows_cpu(rows32, weight.to(at::kCPU, at::kFloat), offsets.cpu(), transpose, out);
@@ -58,8 +67,7 @@ Tensor multiply_rows(const Tensor& rows, const Tensor& weight, const Tensor& off
 void accumulate(const Tensor& grad, const Tensor& dy, const Tensor& rows, const Tensor& offsets) {
   const at::NoGradGuard no_grad;
   if (rows.is_cuda() && rows.scalar_type() == at::kBFloat16) {
-    const Tensor added = at::_grouped_mm(dy.t(), rows, offsets);
-    MARROW_CUDA_CALL(add_bf16_to_fp32_cuda(grad, added));
+    MARROW_CUDA_CALL(grouped_weight_grad_cuda(dy, rows, offsets, grad, workspace_on(rows.device())));
     return;
   }
   const Tensor sum = grad.cpu();

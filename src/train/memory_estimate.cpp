@@ -93,20 +93,17 @@ class Estimator {
     const int64_t index = 12 * rows, ring = config_.mesh.cp > 1 ? each.token_ring : 0;
     const int64_t kept = tokens_ * each.token + rows * each.expert_row + between + index;
     const int64_t work = std::max(tokens_ * (each.token_backward + ring), rows * each.expert_row_backward);
-    int64_t elements = 0, largest = 0;  // largest: of experts
+    int64_t elements = 0;
     for (const ParameterSpec& spec : model_.layer_specs(layer)) {
       int64_t n = 1;
       for (const int64_t size : spec.shape) n *= size;
       elements += spec.expert ? n / ep : n;
-      if (spec.expert) largest = std::max(largest, n / ep);
     }
     const int64_t gone = ep == 1 || dense ? between : std::llround(moved_);  // what S5 has summed
     if (recomputes()) return {hidden_, kept, std::max(kept, kept - gone + work), elements, kept - gone - hidden_};
-    // On the GPU a grouped product's weight gradient is whole in bf16 before it is added.
-    const int64_t after = std::max(work, gpu_ && element_ == 2 ? 2 * largest : 0);
     const bool cheaply = config_.train.recompute == Recompute::kCheap;
     const int64_t cheap = cheaply ? tokens_ * each.token_cheap + rows * each.expert_row_cheap : 0;
-    return {kept - cheap - gone, cheap + gone, cheap + after, elements, cheap};
+    return {kept - cheap - gone, cheap + gone, cheap + work, elements, cheap};
   }
 
   // Logits of some rows, fp32 on the CPU; the normed states, their gradient, and that before the norm.

@@ -1,0 +1,386 @@
+// Speed of every operator: time, GB/s of the bytes that must move or TFLOP/s, and on a GPU the percentage of an H200's
+// limit. GPU sizes are those of Qwen3-30B-A3B with 16,384 tokens, bf16; CPU sizes those of a toy (2,048 tokens, hidden
+// 256, fp32). Forward, input gradient and weight gradient apart where an operator has them apart.
+//   build-gpu/bench_ops [--benchmark_filter=attention]
+#include "ops/pch.h"
+// After the precompiled header:
+#include <benchmark/benchmark.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include "ops/adamw.h"
+#include "ops/attention.h"
+#include "ops/embedding.h"
+#include "ops/grouped_linear.h"
+#include "ops/linear.h"
+#include "ops/linear_cross_entropy.h"
+#include "ops/muon.h"
+#include "ops/philox_normal.h"
+#include "ops/qk_norm_rope.h"
+#include "ops/reductions.h"
+#include "ops/rms_norm.h"
+#include "ops/router.h"
+#include "ops/rows.h"
+#include "ops/swiglu.h"
+#ifdef MARROW_CUDA
+#include <c10/cuda/CUDAStream.h>
+#include <cuda_runtime.h>
+#endif
+
+namespace marrow {
+namespace {
+
+using at::Tensor;
+using Body = std::function<void()>;
+
+constexpr double kBytesPerSecond = 4.8e12, kFlopPerSecond = 989e12;  // an H200's
+constexpr int kRepeats = 10;
+
+struct Sizes {
+  at::Device device = at::kCPU;
+  at::ScalarType dtype = at::kFloat;
+  int64_t sequences = 8, seq_len = 256, hidden = 256, q_heads = 4, kv_heads = 2, head_size = 64;
+  int64_t experts = 16, top_k = 4, intermediate = 256, vocabulary = 512, optimizer_elements = int64_t{1} << 22;
+
+  int64_t tokens() const { return sequences * seq_len; }
+  int64_t rows() const { return tokens() * top_k; }
+  int64_t qkv() const { return (q_heads + 2 * kv_heads) * head_size; }
+  double element() const { return dtype == at::kFloat ? 4 : 2; }
+  double token_bytes() const { return static_cast<double>(tokens() * hidden) * element(); }
+  double row_bytes() const { return static_cast<double>(rows() * hidden) * element(); }
+  Tensor random(at::IntArrayRef shape) const { return at::randn(shape, at::device(device)).mul_(0.05).to(dtype); }
+  Tensor leaf(at::IntArrayRef shape) const { return random(shape).set_requires_grad(true); }
+  Parameter parameter(at::IntArrayRef shape, bool with_grad = true) const {
+    return {"weight", random(shape), with_grad ? at::zeros(shape, at::device(device)) : Tensor()};
+  }
+};
+
+Sizes sizes() {
+#ifdef MARROW_CUDA
+  if (at::hasCUDA() && at::getNumGPUs() > 0) {
+    return {at::Device(at::kCUDA, 0), at::kBFloat16, 4, 4096, 2048, 32, 4, 128, 128, 8, 768, 151936, int64_t{1} << 28};
+  }
+#endif
+  return {};
+}
+
+// Seconds of kRepeats calls of `body`. On the GPU all of them are queued behind work of some milliseconds, so that the
+// host's time is not in it.
+double seconds_of(const Body& body) {
+#ifdef MARROW_CUDA
+  if (sizes().device.is_cuda()) {
+    static const Tensor square = at::randn({8192, 8192}, at::device(at::kCUDA).dtype(at::kBFloat16));
+    const auto stream = c10::cuda::getCurrentCUDAStream().stream();
+    cudaEvent_t begin = nullptr, end = nullptr;
+    cudaEventCreate(&begin);
+    cudaEventCreate(&end);
+    for (int i = 0; i < 4; ++i) at::mm(square, square);
+    cudaEventRecord(begin, stream);
+    for (int i = 0; i < kRepeats; ++i) body();
+    cudaEventRecord(end, stream);
+    cudaEventSynchronize(end);
+    float milliseconds = 0;
+    cudaEventElapsedTime(&milliseconds, begin, end);
+    cudaEventDestroy(begin);
+    cudaEventDestroy(end);
+    return milliseconds * 1e-3;
+  }
+#endif
+  const auto begin = std::chrono::steady_clock::now();
+  for (int i = 0; i < kRepeats; ++i) body();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
+
+enum class Unit { kBytes, kFlops };
+
+// `work` is bytes or FLOPs of a call. `prepare` runs as often as `body`, before it and untimed.
+void measure(
+    benchmark::State& state, Unit unit, double work, const Body& body, const Body& prepare = [] {}) {
+  const auto round = [&] {
+    for (int i = 0; i < kRepeats; ++i) prepare();
+    return seconds_of(body) / kRepeats;
+  };
+  round();
+  double seconds = 0, rounds = 0;
+  for (auto _ : state) {
+    (void)_;
+    const double elapsed = round();
+    state.SetIterationTime(elapsed);
+    seconds += elapsed;
+    rounds += 1;
+  }
+  const bool bytes = unit == Unit::kBytes;
+  const double rate = work * rounds / seconds;
+  state.counters[bytes ? "GB/s" : "TFLOP/s"] = rate * (bytes ? 1e-9 : 1e-12);
+  if (sizes().device.is_cuda()) state.counters["percent"] = 100 * rate / (bytes ? kBytesPerSecond : kFlopPerSecond);
+}
+
+// The gradient of the leaves behind `outputs`, from a kept graph.
+Body backward_of(const std::vector<Tensor>& outputs, const std::vector<Tensor>& leaves) {
+  std::vector<Tensor> gradients;
+  for (const Tensor& output : outputs) gradients.push_back(at::randn(output.sizes(), output.options()));
+  return [=] {
+    for (const Tensor& leaf : leaves) leaf.mutable_grad() = Tensor();
+    torch::autograd::backward(outputs, gradients, /*retain_graph=*/true);
+  };
+}
+
+Body backward_into(const std::vector<Tensor>& outputs, const std::vector<Tensor>& leaves, WeightGradQueue& queue) {
+  return [&queue, run = backward_of(outputs, leaves)] {
+    run();
+    queue.run_all();
+  };
+}
+
+void philox(benchmark::State& state) {
+  const Sizes s = sizes();
+  Tensor out = s.random({s.vocabulary, s.hidden});
+  measure(state, Unit::kBytes, static_cast<double>(out.nbytes()), [&] { philox_normal(out, 1, "embedding", 0, 0.02); });
+}
+
+void norm(benchmark::State& state, bool backward) {
+  const Sizes s = sizes();
+  const Tensor x = s.leaf({s.tokens(), s.hidden}), residual = s.random({s.tokens(), s.hidden});
+  const Parameter weight = s.parameter({s.hidden});
+  if (backward) {
+    const auto [sum, normed] = add_rms_norm(x, residual, weight, 1e-6);
+    return measure(state, Unit::kBytes, 4 * s.token_bytes(), backward_of({sum, normed}, {x}));
+  }
+  const at::NoGradGuard no_grad;
+  measure(state, Unit::kBytes, 4 * s.token_bytes(), [&] { add_rms_norm(x, residual, weight, 1e-6); });
+}
+
+void rope(benchmark::State& state, bool backward) {
+  const Sizes s = sizes();
+  const Parameter q_norm = s.parameter({s.head_size}), k_norm = s.parameter({s.head_size});
+  const RopeTable table = make_rope_table(rope_inverse_frequencies(1e6, s.head_size), s.seq_len, 1.0, s.device);
+  const Tensor positions =
+      at::arange(s.tokens(), at::device(s.device).dtype(at::kInt)).remainder(s.seq_len).to(at::kInt);
+  const Tensor qkv = s.leaf({s.tokens(), s.qkv()});
+  const auto run = [&] { return qk_norm_rope(qkv, q_norm, k_norm, table, positions, s.q_heads, s.kv_heads, 1e-6); };
+  const double bytes = static_cast<double>(s.tokens() * s.head_size) * s.element();
+  const double heads = static_cast<double>(s.q_heads + s.kv_heads);
+  if (backward) {
+    const auto [q, k, v] = run();
+    return measure(state, Unit::kBytes, (3 * heads + 2 * static_cast<double>(s.kv_heads)) * bytes,
+                   backward_of({q, k, v}, {qkv}));
+  }
+  const at::NoGradGuard no_grad;
+  measure(state, Unit::kBytes, 2 * heads * bytes, run);
+}
+
+void attend(benchmark::State& state, bool backward, bool deterministic, bool documents) {
+  const Sizes s = sizes();
+  const Tensor q = s.leaf({s.tokens(), s.q_heads, s.head_size}), k = s.leaf({s.tokens(), s.kv_heads, s.head_size}),
+               v = s.leaf({s.tokens(), s.kv_heads, s.head_size});
+  AttentionLayout layout{s.sequences, s.seq_len, {}, 0};
+  const int64_t length = s.seq_len / (documents ? 4 : 1);
+  for (int64_t t = 0; documents && t <= s.tokens(); t += length) {
+    layout.document_offsets.push_back(static_cast<int32_t>(t));
+  }
+  const double scale = 1.0 / std::sqrt(static_cast<double>(s.head_size));
+  const double flops = 2.0 * static_cast<double>(s.tokens() * length * s.q_heads * s.head_size);
+  if (backward) {
+    return measure(state, Unit::kFlops, 2.5 * flops,
+                   backward_of({attention(q, k, v, layout, scale, deterministic)}, {q, k, v}));
+  }
+  const at::NoGradGuard no_grad;
+  measure(state, Unit::kFlops, flops, [&] { attention(q, k, v, layout, scale, deterministic); });
+}
+
+enum class Pass { kForward, kInputGradient, kWeightGradient };
+
+// The three products of a linear map; `run` makes the output from its input, the parameter and a queue.
+void products(benchmark::State& state, Pass pass, const Tensor& x, at::IntArrayRef weight_shape, double flops,
+              const std::function<Tensor(const Parameter&, WeightGradQueue&)>& run) {
+  const Parameter weight = sizes().parameter(weight_shape, pass == Pass::kWeightGradient);
+  WeightGradQueue queue;
+  if (pass == Pass::kForward) {
+    const at::NoGradGuard no_grad;
+    return measure(state, Unit::kFlops, flops, [&] { run(weight, queue); });
+  }
+  const Body backward = backward_of({run(weight, queue)}, {x});
+  if (pass == Pass::kInputGradient) return measure(state, Unit::kFlops, flops, backward);
+  measure(
+      state, Unit::kFlops, flops, [&] { queue.run_all(); }, backward);  // the first call runs them all
+}
+
+void project(benchmark::State& state, Pass pass) {
+  const Sizes s = sizes();
+  const Tensor x = s.leaf({s.tokens(), s.hidden});
+  products(state, pass, x, {s.qkv(), s.hidden}, 2.0 * static_cast<double>(s.tokens() * s.hidden * s.qkv()),
+           [&](const Parameter& weight, WeightGradQueue& queue) { return linear(x, weight, queue); });
+}
+
+// Experts [T, k] as a router from random weights chooses them on natural tokens: the busiest is chosen by nearly every
+// token. `even`: all equally often.
+Tensor choose_experts(const Sizes& s, bool even) {
+  const Tensor noise = at::rand({s.tokens(), s.experts}, at::device(s.device)).log().neg().log().neg();
+  const Tensor rank = at::randperm(s.experts, at::device(s.device)).add(1).to(at::kFloat);
+  return std::get<1>((even ? noise : noise - rank.log()).topk(s.top_k)).to(at::kInt).contiguous();
+}
+
+void grouped(benchmark::State& state, Pass pass, bool down, bool even) {
+  const Sizes s = sizes();
+  const int64_t n = down ? s.hidden : 2 * s.intermediate, k = down ? s.intermediate : s.hidden;
+  const ExpertPermutation order = expert_permutation(choose_experts(s, even), s.experts);
+  const Tensor rows = s.leaf({s.rows(), k});
+  products(state, pass, rows, {s.experts, n, k}, 2.0 * static_cast<double>(s.rows() * n * k),
+           [&](const Parameter& weight, WeightGradQueue& queue) {
+             return grouped_linear(rows, weight, order.offsets, queue);
+           });
+}
+
+void route(benchmark::State& state, bool backward) {
+  const Sizes s = sizes();
+  const Tensor x = s.leaf({s.tokens(), s.hidden});
+  const Parameter weight = s.parameter({s.experts, s.hidden});
+  WeightGradQueue queue;
+  const auto run = [&] { return router(x, weight, {}, 1, {s.top_k, true, 1.0}, nullptr, queue); };
+  const double logits = static_cast<double>(s.tokens() * s.experts) * 4;
+  if (backward) {
+    return measure(state, Unit::kBytes, 3 * s.token_bytes() + 3 * logits, backward_into({run().weights}, {x}, queue));
+  }
+  const at::NoGradGuard no_grad;
+  measure(state, Unit::kBytes, s.token_bytes() + 3 * logits, run);
+}
+
+void permute(benchmark::State& state) {
+  const Sizes s = sizes();
+  const Tensor experts = choose_experts(s, false);
+  measure(state, Unit::kBytes, static_cast<double>(s.rows()) * 20, [&] { expert_permutation(experts, s.experts); });
+}
+
+// One is the other's gradient.
+void move_rows(benchmark::State& state, bool sum) {
+  const Sizes s = sizes();
+  const at::NoGradGuard no_grad;
+  const ExpertPermutation order = expert_permutation(choose_experts(s, false), s.experts);
+  const Tensor x = s.random({s.tokens(), s.hidden}), rows = s.random({s.rows(), s.hidden});
+  if (sum)
+    return measure(state, Unit::kBytes, s.row_bytes() + 2 * s.token_bytes(), [&] { sum_rows(rows, order.map, x); });
+  measure(state, Unit::kBytes, s.row_bytes() + s.token_bytes(), [&] { gather_rows(x, order.map, s.rows()); });
+}
+
+void activate(benchmark::State& state, bool backward) {
+  const Sizes s = sizes();
+  const Tensor x = s.leaf({s.rows(), 2 * s.intermediate});
+  const Tensor weight = at::rand({s.rows()}, at::device(s.device)).set_requires_grad(true);
+  const auto bytes = static_cast<double>(x.nbytes());
+  if (backward) return measure(state, Unit::kBytes, 2.5 * bytes, backward_of({swiglu(x, weight)}, {x, weight}));
+  const at::NoGradGuard no_grad;
+  measure(state, Unit::kBytes, 1.5 * bytes, [&] { swiglu(x, weight); });
+}
+
+Tensor zipf_ids(const Sizes& s) {  // token frequencies as in text
+  const Tensor rank = at::rand({s.tokens()}, at::device(s.device)).mul(-1).exp2();
+  return rank.pow(std::log2(static_cast<double>(s.vocabulary))).mul(s.vocabulary - 1).to(at::kInt);
+}
+
+void embed(benchmark::State& state, bool backward, bool deterministic) {
+  const Sizes s = sizes();
+  const Parameter weight = s.parameter({s.vocabulary, s.hidden});
+  const Tensor ids = zipf_ids(s), d = s.random({s.tokens(), s.hidden});
+  if (!backward) return measure(state, Unit::kBytes, 2 * s.token_bytes(), [&] { embedding_forward(ids, weight); });
+  measure(state, Unit::kBytes, s.token_bytes() * (1 + 8 / s.element()),
+          [&] { embedding_backward(ids, d, weight, deterministic); });
+}
+
+void head(benchmark::State& state, bool with_gradient) {
+  const Sizes s = sizes();
+  const Tensor x = s.random({s.tokens(), s.hidden});
+  const Parameter weight = s.parameter({s.vocabulary, s.hidden});
+  const Tensor targets = at::randint(s.vocabulary, {s.tokens()}, at::device(s.device).dtype(at::kInt));
+  const double flops = (with_gradient ? 6.0 : 2.0) * static_cast<double>(s.tokens() * s.hidden) * s.vocabulary;
+  measure(state, Unit::kFlops, flops, [&] { linear_cross_entropy(x, weight, targets, 1e-5, with_gradient); });
+}
+
+void adamw(benchmark::State& state, bool bf16) {
+  const Sizes s = sizes();
+  const bool working_copy = s.dtype == at::kBFloat16;
+  const int64_t n = s.optimizer_elements;
+  const Tensor master = s.random({n}).to(at::kFloat), grad = s.random({n}).to(at::kFloat);
+  const Tensor working = working_copy ? master.to(at::kBFloat16) : Tensor();
+  const Tensor m = at::zeros({n}, master.options().dtype(bf16 ? at::kBFloat16 : at::kFloat)), v = at::zeros_like(m);
+  const Tensor scale = at::ones({1}, master.options());
+  const AdamwStep step{1e-3, 0.9, 0.95, 1e-8, 0.1, 1, true};
+  const double bytes = static_cast<double>(n) * (8 + 8 + (bf16 ? 8 : 16) + (working_copy ? 2 : 0));
+  measure(state, Unit::kBytes, bytes, [&] { adamw_update(master, working, grad, m, v, scale, step); });
+}
+
+void muon(benchmark::State& state) {
+  const Sizes s = sizes();
+  const std::array<int64_t, 3> shape = {s.experts, s.intermediate, s.hidden};
+  const Tensor master = s.random(shape).to(at::kFloat), grad = s.random(shape).to(at::kFloat);
+  const Tensor momentum = at::zeros_like(master), scale = at::ones({1}, master.options());
+  const auto small = static_cast<double>(std::min(shape[1], shape[2])), large = double(std::max(shape[1], shape[2]));
+  const double flops = 5.0 * static_cast<double>(shape[0]) * 2 * (2 * small * small * large + small * small * small);
+  measure(state, Unit::kFlops, flops, [&] {
+    muon_update(master, {}, grad, momentum, scale, {1e-2, 0.95, 0.1, false});
+  });
+}
+
+void squares(benchmark::State& state) {
+  const Tensor flat = sizes().random({sizes().optimizer_elements}).to(at::kFloat);
+  const Tensor total = at::zeros({1}, flat.options().dtype(at::kDouble));
+  measure(state, Unit::kBytes, static_cast<double>(flat.nbytes()), [&] { add_sum_of_squares(flat, total); });
+}
+
+template <typename Function, typename... Args>
+void add(const std::string& name, Function function, Args... args) {
+  benchmark::RegisterBenchmark(name.c_str(), [=](benchmark::State& state) { function(state, args...); })
+      ->UseManualTime()
+      ->Iterations(5)
+      ->Unit(benchmark::kMicrosecond);
+}
+
+void add_products(const std::string& name, const std::function<void(benchmark::State&, Pass)>& function) {
+  add(name + " forward", function, Pass::kForward);
+  add(name + " input gradient", function, Pass::kInputGradient);
+  add(name + " weight gradient", function, Pass::kWeightGradient);
+}
+
+}  // namespace
+}  // namespace marrow
+
+int main(int argc, char** argv) {
+  using namespace marrow;
+  using benchmark::State;
+  at::set_num_threads(1);
+  add("embedding forward", embed, false, false);
+  add("embedding backward", embed, true, false);
+  add("embedding backward deterministic", embed, true, true);
+  add("add_rms_norm forward", norm, false);
+  add("add_rms_norm backward", norm, true);
+  add_products("linear qkv", project);
+  add("qk_norm_rope forward", rope, false);
+  add("qk_norm_rope backward", rope, true);
+  add("attention forward", attend, false, false, false);
+  add("attention backward", attend, true, false, false);
+  add("attention forward deterministic", attend, false, true, false);
+  add("attention backward deterministic", attend, true, true, false);
+  add("attention forward documents", attend, false, false, true);
+  add("attention backward documents", attend, true, false, true);
+  add("router forward", route, false);
+  add("router backward", route, true);
+  add("expert_permutation", permute);
+  add("gather_rows", move_rows, false);
+  add("sum_rows", move_rows, true);
+  for (const bool even : {false, true}) {
+    for (const bool down : {false, true}) {
+      add_products(std::string("grouped_linear ") + (down ? "down" : "gate_up") + (even ? " even" : ""),
+                   [=](State& state, Pass pass) { grouped(state, pass, down, even); });
+    }
+  }
+  add("swiglu forward", activate, false);
+  add("swiglu backward", activate, true);
+  add("linear_cross_entropy loss", head, false);
+  add("linear_cross_entropy with gradients", head, true);
+  add("adamw", adamw, false);
+  add("adamw bf16 moments", adamw, true);
+  add("muon experts", muon);
+  add("sum of squares", squares);
+  add("philox_normal", philox);
+  benchmark::Initialize(&argc, argv);
+  benchmark::RunSpecifiedBenchmarks();
+  return 0;
+}
