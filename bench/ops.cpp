@@ -7,16 +7,14 @@
 #include <benchmark/benchmark.h>
 #include <torch/csrc/autograd/autograd.h>
 
-#include "ops/adamw.h"
 #include "ops/attention.h"
 #include "ops/embedding.h"
 #include "ops/grouped_linear.h"
 #include "ops/linear.h"
 #include "ops/linear_cross_entropy.h"
-#include "ops/muon.h"
+#include "ops/optimizer.h"
 #include "ops/philox_normal.h"
 #include "ops/qk_norm_rope.h"
-#include "ops/reductions.h"
 #include "ops/rms_norm.h"
 #include "ops/router.h"
 #include "ops/rows.h"
