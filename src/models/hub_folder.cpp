@@ -8,6 +8,7 @@ namespace fs = std::filesystem;
 namespace {
 
 constexpr int64_t kPartElements = int64_t{1} << 24;
+constexpr const char *kBlocks = "_blocks", *kScales = "_scales";
 const std::string kHead = "lm_head.weight", kEmbedding = "model.embed_tokens.weight";
 
 Fix check_they_belong_together() {
@@ -40,6 +41,7 @@ std::string default_architecture(const Json& config) {
   const std::string type = config.at("model_type").as_string();
   if (type == "qwen3_moe") return R"(["Qwen3MoeForCausalLM"])";
   if (type == "deepseek_v2") return R"(["DeepseekV2ForCausalLM"])";
+  if (type == "gpt_oss") return R"(["GptOssForCausalLM"])";
   if (type == "deepseek_v3") return R"(["DeepseekV3ForCausalLM"])";
   config.at("model_type")
       .fail("no export is known for this family", Fix("use a config.json of a family that marrow trains"));
@@ -90,9 +92,11 @@ std::map<std::string, std::string> decided_fields(const Json& config, at::Scalar
   return fields;
 }
 
-// `object` with `fields` added or in place of its own.
+// `object` with `fields` added or in place of its own, and without what says how its weights were quantised.
 std::string with_fields(const Json& object, std::map<std::string, std::string> fields) {
-  for (const auto& [key, value] : object.items()) fields.emplace(key, value.dump());
+  for (const auto& [key, value] : object.items()) {
+    if (key != "quantization_config") fields.emplace(key, value.dump());
+  }
   JsonWriter out;
   for (const auto& [key, value] : fields) out.raw(key, value);
   return out.lines();
@@ -112,18 +116,65 @@ ModelWeights::ModelWeights(const std::string& folder, const std::vector<HubTenso
   std::unordered_map<std::string, int64_t> used;  // elements, by name in the files
   for (const HubTensor& tensor : model) {
     const Source source = find_source(tensor);
+    sources_.emplace(tensor.name, source);
+    if (source.mxfp4) {
+      for (const char* part : {kBlocks, kScales})
+        used[tensor.name + part] = files_.find(tensor.name + part)->elements();
+      continue;
+    }
     const at::ScalarType dtype = files_.find(source.stored)->dtype;
     MARROW_CHECK(at::isFloatingType(dtype) && at::elementSize(dtype) > 1, ExitCode::kBadInput,
                  Fix("convert the file to F32, BF16 or F16"), "{}: tensor {} is {}, which cannot be read as weights",
                  folder_, tensor.name, dtype_name(dtype));
     used[source.stored] += tensor.elements();
-    sources_.emplace(tensor.name, source);
   }
   check_all_used(used, rules);
 }
 
+// A stack [E, K, N] as blocks of 32 values along K, two in a byte, the lower half first: NAME_blocks [E, N, K/32, 16],
+// and for each block an exponent of 2, plus 127: NAME_scales [E, N, K/32]. Source: Open Compute Project, Microscaling
+// Formats (MX) specification 1.0.
+bool ModelWeights::is_mxfp4(const HubTensor& tensor) const {
+  if (tensor.shape.size() != 3 || files_.find(tensor.name) != nullptr) return false;
+  if (files_.find(tensor.name + kBlocks) == nullptr && files_.find(tensor.name + kScales) == nullptr) return false;
+  const std::vector<int64_t> scales{tensor.shape[0], tensor.shape[2], tensor.shape[1] / 32};
+  for (const char* part : {kBlocks, kScales}) {
+    std::vector<int64_t> shape = scales;
+    if (part == kBlocks) shape.push_back(16);
+    const StoredTensor* stored = files_.find(tensor.name + part);
+    MARROW_CHECK(stored != nullptr, ExitCode::kBadInput, check_they_belong_together(), "{}: tensor {} is missing",
+                 folder_, tensor.name + part);
+    MARROW_CHECK(stored->shape == shape && stored->dtype == at::kByte && tensor.shape[1] % 32 == 0, ExitCode::kBadInput,
+                 check_they_belong_together(), "{}: tensor {} is {} {} in the file, but config.json makes it U8 {}",
+                 folder_, tensor.name + part, dtype_name(stored->dtype), shape_text(stored->shape), shape_text(shape));
+  }
+  return true;
+}
+
+// `out` = elements from `begin` of the stack [E, K, N].
+void ModelWeights::read_mxfp4(const HubTensor& tensor, int64_t begin, const at::Tensor& out) const {
+  const int64_t columns = tensor.shape[2], matrix = tensor.shape[1] * columns, blocks = tensor.shape[1] / 32;
+  const at::Tensor values =
+      at::tensor({0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0}, at::kFloat);
+  const at::Tensor codes = at::empty({columns, blocks, 16}, at::kByte),
+                   scales = at::empty({columns, blocks}, at::kByte);
+  for (int64_t done = 0, n = 0; done < out.numel(); done += n) {  // the part in each expert
+    const int64_t expert = (begin + done) / matrix, first = (begin + done) % matrix;
+    n = std::min(out.numel() - done, matrix - first);
+    files_.read(tensor.name + kBlocks, expert * codes.numel(), codes.view({-1}));
+    files_.read(tensor.name + kScales, expert * scales.numel(), scales.view({-1}));
+    const int64_t block = first / columns / 32, count = (first + n - 1) / columns / 32 + 1 - block;
+    const at::Tensor pairs = codes.narrow(1, block, count).to(at::kInt), powers = scales.narrow(1, block, count);
+    const at::Tensor indices = at::stack({pairs.bitwise_and(15), pairs.bitwise_right_shift(4)}, -1);
+    const at::Tensor rows = values.index_select(0, indices.flatten()).view({columns, count, 32});
+    const at::Tensor whole = at::ldexp(rows, powers.to(at::kInt).sub(127).unsqueeze(-1)).flatten(1).t().contiguous();
+    out.narrow(0, done, n).copy_(whole.view({-1}).narrow(0, first - block * 32 * columns, n));
+  }
+}
+
 // In a file of its name, or in a stack of experts: gate_up_proj [E, 2I, H] holds the rows of gate, then of up.
 ModelWeights::Source ModelWeights::find_source(const HubTensor& tensor) const {
+  if (is_mxfp4(tensor)) return {tensor.name, 0, true};
   constexpr std::string_view kExperts = ".experts.";
   std::string name = tensor.name;
   std::vector<int64_t> shape = tensor.shape;  // wanted in the file
@@ -174,6 +225,7 @@ void ModelWeights::check_all_used(const std::unordered_map<std::string, int64_t>
 
 void ModelWeights::read(const HubTensor& tensor, int64_t begin, at::Tensor out) const {
   const Source& source = sources_.at(tensor.name);
+  if (source.mxfp4) return read_mxfp4(tensor, begin, out);
   files_.read(source.stored, source.offset + begin, std::move(out));
 }
 

@@ -11,7 +11,7 @@ struct WeightRules {
 };
 
 // The tensors of a model, wherever a folder keeps them: one file, shards with an index, or a checkpoint; experts
-// stacked as mlp.experts.gate_up_proj [E, 2I, H] and down_proj [E, H, I]; any float dtype.
+// stacked as mlp.experts.gate_up_proj [E, 2I, H] and down_proj [E, H, I]; any float dtype; stacks also as MXFP4.
 class ModelWeights {
  public:
   // Errors (kBadInput) that name the tensor: missing, of another shape, or not the model's.
@@ -28,8 +28,11 @@ class ModelWeights {
   struct Source {
     std::string stored;  // name in the files
     int64_t offset = 0;  // elements before the tensor's first
+    bool mxfp4 = false;  // as NAME_blocks and NAME_scales
   };
   Source find_source(const HubTensor& tensor) const;
+  bool is_mxfp4(const HubTensor& tensor) const;
+  void read_mxfp4(const HubTensor& tensor, int64_t begin, const at::Tensor& out) const;
   void check_all_used(const std::unordered_map<std::string, int64_t>& used, const WeightRules& rules);
 
   std::string folder_;

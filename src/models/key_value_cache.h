@@ -10,8 +10,9 @@ class KeyValueCache {
   KeyValueCache(int64_t layers, int64_t capacity) : keys_(layers), values_(layers), capacity_(capacity) {}
 
   // Appends keys [T, Hkv, D] and values [T, Hkv, Dv] of layer `layer`, then attends causally from
-  // the T new queries [T, Hq, D]. Returns [T, Hq, Dv].
-  at::Tensor attend(int64_t layer, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale) {
+  // the T new queries [T, Hq, D]. Returns [T, Hq, Dv]. window and sinks [Hq] (or undefined) as attention() has them.
+  at::Tensor attend(int64_t layer, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
+                    int64_t window = 0, const at::Tensor& sinks = {}) {
     const int64_t fresh = q.size(0), total = length_ + fresh;
     MARROW_CHECK(total <= capacity_, ExitCode::kUsage, Fix("ask for fewer tokens"), "{} tokens exceed the cache of {}",
                  total, capacity_);
@@ -24,8 +25,14 @@ class KeyValueCache {
     const at::Tensor queries = q.transpose(0, 1).to(at::kFloat);  // [Hq, T, D]
     at::Tensor scores = at::matmul(queries, extended(keys_[layer], k).transpose(1, 2)).mul_(scale);
     const at::Tensor positions = at::arange(total, scores.options());
-    scores.masked_fill_(positions > positions.narrow(0, length_, fresh).unsqueeze(1), -INFINITY);
-    const at::Tensor out = at::matmul(at::softmax(scores, -1), extended(values_[layer], v));
+    const at::Tensor own = positions.narrow(0, length_, fresh).unsqueeze(1);
+    scores.masked_fill_(positions > own, -INFINITY);
+    if (window > 0) scores.masked_fill_(positions <= own - window, -INFINITY);
+    if (sinks.defined()) {
+      scores = at::cat({scores, sinks.to(at::kFloat).view({-1, 1, 1}).expand({-1, fresh, 1})}, -1);
+    }
+    const at::Tensor shares = at::softmax(scores, -1).narrow(-1, 0, total);
+    const at::Tensor out = at::matmul(shares, extended(values_[layer], v));
     return out.transpose(0, 1).contiguous().to(q.scalar_type());
   }
   void advance(int64_t tokens) { length_ += tokens; }

@@ -1,6 +1,7 @@
 #include "models/model_contract.h"
 
 #include "models/deepseek_v2.h"
+#include "models/gpt_oss.h"
 #include "models/qwen3_moe.h"
 
 namespace marrow {
@@ -9,9 +10,10 @@ std::unique_ptr<MoeModel> open_model(const Json& config) {
   const std::string type = config.at("model_type").as_string();
   if (type == "qwen3_moe") return open_qwen3_moe(config);
   if (type == "deepseek_v2" || type == "deepseek_v3") return open_deepseek_v2(config);
+  if (type == "gpt_oss") return open_gpt_oss(config);
   config.at("model_type")
       .fail(fmt::format("unknown model family \"{}\"", type),
-            Fix("use a config.json of model_type \"qwen3_moe\", \"deepseek_v2\" or \"deepseek_v3\""));
+            Fix("use a config.json of model_type \"qwen3_moe\", \"deepseek_v2\", \"deepseek_v3\" or \"gpt_oss\""));
 }
 
 std::vector<ParameterSpec> all_parameter_specs(const MoeModel& model) {

@@ -70,26 +70,41 @@ void check_attention(const Tensor& q, const Tensor& k, const Tensor& v, const At
 }
 
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionLayout& layout, double scale,
-                 bool deterministic) {
+                 bool deterministic, const Parameter& sinks) {
   check_attention(q, k, v, layout);
+  const bool sinking = sinks.value.defined();
+  if (sinking) check_tensor(sinks.name, sinks.value, q.scalar_type(), {q.size(1)}, q.device());
   variable_list kept{with_dense_rows(q), with_dense_rows(k), with_dense_rows(v)};
   if (q.is_cpu() || q.scalar_type() == at::kFloat || q.numel() == 0) {
     const RowAttention rows = visible_rows(layout, scale);
     const auto [out, lse] = attention_rows_forward(rows, kept[0], kept[1], kept[2]);
+    // By key/value head, as lse is.
+    const auto by_group = [heads = k.size(1)](const Tensor& x, int64_t dim) { return x.unflatten(dim, {heads, -1}); };
+    if (sinking) merge_sinks(by_group(sinks.value, 0), by_group(out, 1), lse.transpose(0, 1));
     return differentiable({q, k, v}, {out}, [=, lse = lse, out = out](const variable_list& d_out) -> variable_list {
+      if (sinks.grad.defined()) {
+        add_sink_gradient(sinks.grad, by_group(sinks.value, 0), by_group(out, 1), lse.transpose(0, 1),
+                          by_group(d_out[0], 1));
+      }
       const auto [dq, dk, dv] =
           attention_rows_backward(rows, kept[0], kept[1], kept[2], out, lse, d_out[0].contiguous());
       return {dq, dk, dv};
     })[0];
   }
   GpuAttention gpu = gpu_attention(q, v, layout, scale, deterministic);
-  gpu.backward = at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad());
+  // With sinks for the log-sum-exp alone.
+  gpu.backward =
+      sinking || (at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad()));
   const int64_t batch = layout.document_offsets.empty() ? layout.sequences : 1;  // of the kernels' [B, S]
   const auto batched = [batch](const Tensor& x) { return x.unflatten(0, {batch, -1}); };
   for (Tensor& x : kept) x = batched(x);
   const variable_list results = attention_gpu_forward(gpu, kept[0], kept[1], kept[2]);
+  if (sinking) merge_sinks(sinks.value, results[0], results[1].transpose(1, 2));
   kept.insert(kept.end(), results.begin(), results.end());
   return differentiable({q, k, v}, {results[0].flatten(0, 1)}, [=](const variable_list& d_out) -> variable_list {
+    if (sinks.grad.defined()) {
+      add_sink_gradient(sinks.grad, sinks.value, kept[3], kept[4].transpose(1, 2), batched(d_out[0]));
+    }
     const auto [dq, dk, dv] = attention_gpu_backward(gpu, kept, batched(d_out[0].contiguous()));
     return {dq.flatten(0, 1), dk.flatten(0, 1), dv.flatten(0, 1)};
   })[0];

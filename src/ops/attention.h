@@ -1,6 +1,6 @@
 // Causal grouped-query attention over sequences, documents and windows.
 #pragma once
-#include "ops/pch.h"
+#include "ops/parameter.h"
 
 namespace marrow {
 
@@ -18,10 +18,13 @@ struct AttentionLayout {
 // Inputs fp32 or bf16 with contiguous last dimension; any token and head stride. On the GPU: bf16
 // by cuDNN, or by ATen's flash kernels with documents, a window or `deterministic` (cuDNN's
 // backward is not); these need Dv ≤ D. fp32 on the GPU goes by way of the host, for tests.
+// `sinks` [Hq] in q's dtype (or its value undefined): a logit of each head that takes part in every row's softmax and
+// has no value; the backward adds into its grad, if defined.
 at::Tensor attention(const at::Tensor& q,  // [T, Hq, D]
                      const at::Tensor& k,  // [T, Hkv, D]
                      const at::Tensor& v,  // [T, Hkv, Dv]
-                     const AttentionLayout& layout, double scale, bool deterministic = false);
+                     const AttentionLayout& layout, double scale, bool deterministic = false,
+                     const Parameter& sinks = {});
 
 // Throws unless the tensors fit each other and the layout; `ranks`: each has that part of its tokens.
 void check_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const AttentionLayout& layout,

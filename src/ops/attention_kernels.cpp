@@ -176,6 +176,18 @@ std::array<Tensor, 3> attention_rows_backward(const RowAttention& attention, con
   return {by_token(dq.mul_(attention.scale), dtype), by_token(dk, dtype), by_token(dv, dtype)};
 }
 
+void merge_sinks(const Tensor& sinks, const Tensor& out, const Tensor& lse) {
+  const Tensor merged = at::logaddexp(lse, sinks.to(at::kFloat));
+  Tensor(out).mul_(lse.sub(merged).exp_().unsqueeze(-1));
+  lse.copy_(merged);
+}
+
+void add_sink_gradient(const Tensor& grad, const Tensor& sinks, const Tensor& out, const Tensor& lse,
+                       const Tensor& d_out) {
+  const Tensor deltas = (d_out.to(at::kFloat) * out).sum(-1), share = at::exp(sinks.to(at::kFloat) - lse);
+  Tensor(grad).sub_(deltas.mul_(share).reshape({-1, grad.numel()}).sum(0));
+}
+
 void GpuAttention::set_pieces(const std::vector<int32_t>& offsets, at::Device device) {
   longest = 1;
   for (size_t i = 1; i < offsets.size(); ++i) longest = std::max<int64_t>(longest, offsets[i] - offsets[i - 1]);

@@ -24,6 +24,14 @@ std::array<at::Tensor, 3> attention_rows_backward(const RowAttention& attention,
                                                   const at::Tensor& k, const at::Tensor& v, const at::Tensor& out,
                                                   const at::Tensor& lse, const at::Tensor& d_out);
 
+// A logit without value joins each row's softmax. sinks [heads…], out [rows…, heads…, Dv] and lse [rows…, heads…] fp32,
+// all of the same heads; out and lse become those with the sinks, and a flash backward with them is exact.
+void merge_sinks(const at::Tensor& sinks, const at::Tensor& out, const at::Tensor& lse);
+
+// grad [Hq] fp32 += Σ over rows of −P · D: P the sink's probability, D = d_out · out. out and lse as merged.
+void add_sink_gradient(const at::Tensor& grad, const at::Tensor& sinks, const at::Tensor& out, const at::Tensor& lse,
+                       const at::Tensor& d_out);
+
 struct GpuAttention {
   double scale = 1.0;
   bool flash = false;     // ATen's flash kernels: pieces, left, deterministic; else cuDNN, twice as fast

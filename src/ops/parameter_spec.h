@@ -32,7 +32,8 @@ struct ParameterSpec {
   bool decay = true;  // weight decay acts on it
   InitKind init = InitKind::kNormal;
   float init_value = 0.02f;       // standard deviation, or the constant
-  int64_t matrices_per_part = 1;  // logical matrices (Muon's unit) in a part that stacks several
+  int64_t matrices_per_part = 1;  // matrices in a part that stacks several; Muon's shards are cut between them
+  int64_t interleaved = 1;        // logical matrices (Muon's unit) whose columns take turns in each
 };
 
 }  // namespace marrow

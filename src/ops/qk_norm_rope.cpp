@@ -67,6 +67,35 @@ std::vector<float> backward_cpu(const QkNormRopeArgs& args, const Tensor& dq, co
 
 Tensor in_fp32(const Tensor& x) { return x.to(at::kFloat); }
 
+void check_positions(const RopeTable& table, const Tensor& positions, int64_t tokens, int64_t size) {
+  check_tensor("the rotary table's cos", table.cos, at::kFloat, {-1, size / 2});
+  check_tensor("the rotary table's sin", table.sin, at::kFloat, {-1, size / 2});
+  check_tensor("positions", positions, at::kInt, {tokens});
+  for (int64_t t = 0; positions.is_cpu() && t < tokens; ++t) {
+    const int32_t position = ints(positions)[t];
+    MARROW_CHECK(position >= 0 && position < table.cos.size(0), ExitCode::kUsage,
+                 Fix("lower data.seq_len to max_position_embeddings of config.json"),
+                 "position {} of token {} is outside of the rotary table's {} rows", position, t, table.cos.size(0));
+  }
+}
+
+// v [T, Hkv, D] of qkv: a tensor of its own on qkv's memory, no view: it gets a gradient of its own.
+Tensor value_heads(const Tensor& qkv, int64_t kv_heads, int64_t size) {
+  Tensor v = at::empty({0}, qkv.options());
+  v.set_(qkv.storage(), qkv.storage_offset() + qkv.size(1) - kv_heads * size, {qkv.size(0), kv_heads, size},
+         {qkv.size(1), size, 1});
+  return v;
+}
+
+// Turns the pairs (c, c + D/2) of heads [T, h, D] by cos and sin [T, D/2] fp32, into `out` of their dtype.
+void rotate_heads(const Tensor& heads, const Tensor& cos, const Tensor& sin, const Tensor& out) {
+  const int64_t half = cos.size(1);
+  const Tensor c = cos.unsqueeze(1), s = sin.unsqueeze(1);
+  const Tensor a = in_fp32(heads.narrow(2, 0, half)), b = in_fp32(heads.narrow(2, half, half));
+  out.narrow(2, 0, half).copy_(a * c - b * s);
+  out.narrow(2, half, half).copy_(b * c + a * s);
+}
+
 }  // namespace
 
 std::vector<double> rope_inverse_frequencies(double theta, int64_t dim) {
@@ -105,25 +134,14 @@ std::tuple<Tensor, Tensor, Tensor> qk_norm_rope(const Tensor& qkv, const Paramet
   check_tensor("qk_norm_rope: qkv", in, kWorkingDtype, {-1, (q_heads + 2 * kv_heads) * size});
   check_tensor(q_norm.name, q_norm.value, in.scalar_type(), {size});
   check_tensor(k_norm.name, k_norm.value, in.scalar_type(), {size});
-  check_tensor("qk_norm_rope: the table's cos", table.cos, at::kFloat, {-1, size / 2});
-  check_tensor("qk_norm_rope: the table's sin", table.sin, at::kFloat, {-1, size / 2});
-  check_tensor("qk_norm_rope: positions", positions, at::kInt, {tokens});
-  for (int64_t t = 0; in.is_cpu() && t < tokens; ++t) {
-    const int32_t position = ints(positions)[t];
-    MARROW_CHECK(position >= 0 && position < table.cos.size(0), ExitCode::kUsage,
-                 Fix("lower data.seq_len to max_position_embeddings of config.json"),
-                 "position {} of token {} is outside of the rotary table's {} rows", position, t, table.cos.size(0));
-  }
+  check_positions(table, positions, tokens, size);
   const auto args_of = [=](const Tensor& x, const Tensor& q_weight, const Tensor& k_weight) {
     return QkNormRopeArgs{x,       q_weight, k_weight, floats(table.cos),      floats(table.sin), ints(positions),
                           q_heads, kv_heads, size,     static_cast<float>(eps)};
   };
   Tensor q = at::empty({tokens, q_heads, size}, in.options());
   Tensor k = at::empty({tokens, kv_heads, size}, in.options());
-  // A tensor of its own on qkv's memory, no view: it gets a gradient of its own.
-  Tensor v = at::empty({0}, in.options());
-  v.set_(in.storage(), in.storage_offset() + (q_heads + kv_heads) * size, {tokens, kv_heads, size},
-         {in.size(1), size, 1});
+  const Tensor v = value_heads(in, kv_heads, size);
   if (in.is_cuda() && tokens > 0) {
     MARROW_CUDA_CALL(qk_norm_rope_forward_cuda(args_of(in, q_norm.value, k_norm.value), q, k));
   } else if (tokens > 0) {
@@ -150,6 +168,32 @@ std::tuple<Tensor, Tensor, Tensor> qk_norm_rope(const Tensor& qkv, const Paramet
     return {d_qkv32.to(in.scalar_type())};
   };
   const variable_list outputs = differentiable({qkv}, {q, k, v}, backward);
+  return {outputs[0], outputs[1], outputs[2]};
+}
+
+std::tuple<Tensor, Tensor, Tensor> split_and_rotate(const Tensor& qkv, const RopeTable& table, const Tensor& positions,
+                                                    int64_t q_heads, int64_t kv_heads) {
+  const Tensor in = qkv.detach();
+  const int64_t tokens = in.size(0), size = 2 * table.cos.size(1);
+  check_tensor("split_and_rotate: qkv", in, kWorkingDtype, {-1, (q_heads + 2 * kv_heads) * size});
+  check_positions(table, positions, tokens, size);
+  const Tensor cos = table.cos.index_select(0, positions), sin = table.sin.index_select(0, positions);
+  const auto heads_of = [=](const Tensor& x) {  // q, k and v
+    return x.view({tokens, q_heads + 2 * kv_heads, size}).split_with_sizes({q_heads, kv_heads, kv_heads}, 1);
+  };
+  const variable_list heads = heads_of(in);
+  const Tensor q = at::empty(heads[0].sizes(), in.options()), k = at::empty(heads[1].sizes(), in.options());
+  rotate_heads(heads[0], cos, sin, q);
+  rotate_heads(heads[1], cos, sin, k);
+  const Tensor v = value_heads(in, kv_heads, size);
+  const variable_list outputs =
+      differentiable({qkv}, {q, k, v}, [=, sizes = in.sizes().vec()](const variable_list& d_out) -> variable_list {
+        const Tensor d_qkv = at::empty(sizes, d_out[0].options());
+        const variable_list d_heads = heads_of(d_qkv);
+        for (const int i : {0, 1}) rotate_heads(d_out[i], cos, sin.neg(), d_heads[i]);
+        d_heads[2].copy_(d_out[2]);
+        return {d_qkv};
+      });
   return {outputs[0], outputs[1], outputs[2]};
 }
 

@@ -31,9 +31,11 @@ Tensor choose_cpu(const Tensor& logits, const Tensor& scores, const Tensor& sele
   return by_falling(choice).narrow(1, 0, shape.top_k).contiguous();
 }
 
-Routing route_cpu(const Tensor& x, const Tensor& weight, const Tensor& selection_bias, const RouterShape& shape) {
+Routing route_cpu(const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& selection_bias,
+                  const RouterShape& shape) {
   const auto [tokens, experts, top_k, groups] = std::array{shape.tokens, shape.experts, shape.top_k, shape.groups};
   const Tensor logits = at::mm(x.to(at::kFloat), weight.to(at::kFloat).t());
+  if (bias.defined()) logits.add_(bias);
   const Tensor lse = at::logsumexp(logits, {1});
   const Tensor scores = shape.sigmoid ? logits.sigmoid() : at::softmax(logits, 1);
   const Tensor p = shape.sigmoid ? scores / scores.sum(1, true) : scores;
@@ -55,7 +57,8 @@ Routing route_cpu(const Tensor& x, const Tensor& weight, const Tensor& selection
   return {{chosen.to(at::kInt), weights * shape.scale, counts, sums.to(at::kFloat), z_sum.to(at::kFloat)}, logits, lse};
 }
 
-Routing route_gpu(const Tensor& x, const Tensor& weight, const Tensor& selection_bias, const RouterShape& shape) {
+Routing route_gpu(const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& selection_bias,
+                  const RouterShape& shape) {
   const auto fp32 = x.options().dtype(at::kFloat), int32 = x.options().dtype(at::kInt);
   const RouterOutput out{at::empty({shape.tokens, shape.top_k}, int32), at::empty({shape.tokens, shape.top_k}, fp32),
                          at::zeros({shape.groups, shape.experts}, int32),
@@ -63,6 +66,7 @@ Routing route_gpu(const Tensor& x, const Tensor& weight, const Tensor& selection
   // Products of bf16 values are exact in fp32, so the logits are those of an fp32 router.
   const Tensor logits = x.scalar_type() == at::kFloat || shape.tokens == 0 ? at::mm(x, weight.t()).to(at::kFloat)
                                                                            : at::mm(x, weight.t(), at::kFloat);
+  if (bias.defined()) logits.add_(bias);
   const Tensor lse = at::empty({shape.tokens}, fp32);
   MARROW_CUDA_CALL({
     const Tensor partial = at::empty({shape.groups * router_blocks_per_group(shape), shape.experts + 1}, fp32);
@@ -109,13 +113,17 @@ Tensor differentiate_gpu(const RouterShape& shape, const BackwardInputs& in) {
   return d_logits;
 }
 
-// d x; the weight's gradient is put off.
-Tensor backward(const RouterShape& shape, const BackwardInputs& in, const Tensor& weight_grad, WeightGradQueue& queue) {
+// d x; the gradients of weight and bias are put off.
+Tensor backward(const RouterShape& shape, const BackwardInputs& in, const Tensor& weight_grad, const Tensor& bias_grad,
+                WeightGradQueue& queue) {
   const Tensor d_logits = (in.x.is_cuda() ? differentiate_gpu : differentiate_cpu)(shape, in);
   const int64_t parts = d_logits.size(1) / shape.experts;
   if (weight_grad.defined()) {
     queue.push([=, x = in.x] {
-      for (const Tensor& part : d_logits.chunk(parts, 1)) accumulate_weight_grad(weight_grad, part, x);
+      for (const Tensor& part : d_logits.chunk(parts, 1)) {
+        accumulate_weight_grad(weight_grad, part, x);
+        if (bias_grad.defined()) bias_grad.add_(part.sum(0, false, at::kFloat));
+      }
     });
   }
   const Tensor weight = in.x.is_cpu() ? in.weight.to(at::kFloat) : in.weight;
@@ -129,6 +137,8 @@ RouterOutput router(const Tensor& x, const Parameter& weight, const Tensor& sele
   const Tensor& w = weight.value;
   check_tensor(weight.name + ": x", x, kWorkingDtype, {-1, -1});
   check_tensor(weight.name, w, x.scalar_type(), {-1, x.size(1)});
+  const Parameter& bias = options.bias;
+  if (bias.value.defined()) check_tensor(bias.name, bias.value, x.scalar_type(), {w.size(0)});
   MARROW_CHECK(
       w.size(0) <= kRouterMaxExperts && options.top_k >= 1 && options.top_k <= std::min(w.size(0), kRouterMaxTopK),
       ExitCode::kUsage,
@@ -161,10 +171,11 @@ RouterOutput router(const Tensor& x, const Parameter& weight, const Tensor& sele
                           options.expert_groups,
                           options.top_groups};
   const Tensor in = x.detach();
-  auto [out, logits, lse] = (x.is_cuda() ? route_gpu : route_cpu)(in, w, selection_bias, shape);
+  auto [out, logits, lse] = (x.is_cuda() ? route_gpu : route_cpu)(in, w, bias.value, selection_bias, shape);
   BackwardInputs saved{in, w, logits, lse, out.experts, out.weights, {}, {}};
-  out.weights =
-      differentiable({x}, {out.weights}, [=, &queue, grad = weight.grad](const variable_list& d_out) -> variable_list {
+  out.weights = differentiable(
+      {x}, {out.weights},
+      [=, &queue, grad = weight.grad, bias_grad = bias.grad](const variable_list& d_out) -> variable_list {
         BackwardInputs inputs = saved;
         inputs.d_weights = d_out[0].contiguous();
         if (balance != nullptr) {
@@ -174,7 +185,7 @@ RouterOutput router(const Tensor& x, const Parameter& weight, const Tensor& sele
             check_tensor("RouterBalance::gradient", inputs.balance_gradient, at::kFloat, {shape.groups, shape.experts});
           }
         }
-        return {backward(shape, inputs, grad, queue)};
+        return {backward(shape, inputs, grad, bias_grad, queue)};
       })[0];
   return out;
 }

@@ -14,6 +14,7 @@ struct RouterOptions {
   // Experts are chosen from the best `top_groups` of `expert_groups` equal groups of neighbours (n_group, topk_group);
   // a group is as good as its best expert, with sigmoid as its best two together.
   int64_t expert_groups = 1, top_groups = 1;
+  Parameter bias = {};  // [E] in x's dtype, added to the logits; its value undefined: none
 };
 
 // What the objective adds to the router's gradient. The engine fills it in after the forward and

@@ -64,6 +64,7 @@ struct RingState {
   double scale = 1.0;
   bool deterministic = false;
   Communicator* ring = nullptr;
+  Parameter sinks;
 
   // The owner of what arrives in step `step`.
   int64_t peer(int64_t step) const { return (ring->rank() - step + ring->size()) % ring->size(); }
@@ -159,6 +160,7 @@ variable_list ring_forward(const RingState& state, const Tensor& q, const Tensor
     const auto [more, more_lse] = attention_rows_forward(rows, q.to(at::kFloat), held.k, held.v);
     merge(out, lse, more, more_lse.transpose(0, 1).flatten(1));
   });
+  if (state.sinks.value.defined()) merge_sinks(state.sinks.value, out, lse);
   variable_list kept{q, k, v, out.to(q.scalar_type()), lse};
   kept.insert(kept.end(), kernel_state.begin(), kernel_state.end());
   return kept;
@@ -198,6 +200,7 @@ void add_gradients(const RingState& state, int64_t step, const variable_list& sa
 // Keys and values go round again, and a step behind them the gradients that the ranks add to them.
 variable_list ring_backward(const RingState& state, const variable_list& saved, const Tensor& d_out) {
   const Tensor &q = saved[0], &k = saved[1], &v = saved[2];
+  if (state.sinks.grad.defined()) add_sink_gradient(state.sinks.grad, state.sinks.value, saved[3], saved[4], d_out);
   const Tensor dq = at::zeros(q.sizes(), q.options().dtype(at::kFloat));
   KeyValueBuffer arriving(k, v, at::kFloat);
   PendingTransfer transfer;
@@ -289,13 +292,16 @@ std::vector<RingBlock> ring_blocks(const AttentionLayout& layout, int64_t cp, in
 }
 
 Tensor context_attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionLayout& layout, double scale,
-                         bool deterministic, Communicator* ring) {
-  if (ring == nullptr || ring->size() == 1 || q.numel() == 0) return attention(q, k, v, layout, scale, deterministic);
+                         bool deterministic, Communicator* ring, const Parameter& sinks) {
+  if (ring == nullptr || ring->size() == 1 || q.numel() == 0) {
+    return attention(q, k, v, layout, scale, deterministic, sinks);
+  }
   check_attention(q, k, v, layout, ring->size());
   MARROW_CHECK(layout.seq_len % (2 * ring->size()) == 0, ExitCode::kUsage,
                Fix("set data.seq_len to a multiple of 2 · mesh.cp"), "context attention: seq_len {} over {} ranks",
                layout.seq_len, ring->size());
-  const RingState state{layout, scale, deterministic, ring};
+  if (sinks.value.defined()) check_tensor(sinks.name, sinks.value, q.scalar_type(), {q.size(1)}, q.device());
+  const RingState state{layout, scale, deterministic, ring, sinks};
   const Tensor dense = q.stride(-1) == 1 ? q.detach() : q.detach().contiguous();
   const variable_list saved = ring_forward(state, dense, k.detach(), v.detach());
   return differentiable({q, k, v}, {saved[3]}, [=](const variable_list& d_out) {

@@ -76,16 +76,25 @@ void Optimizer::update_muon(FlatGroup& group, double learning_rate) {
       elements += pieces[i].last - pieces[i].first;
     }
     const int64_t rows = shape[shape.size() - 2], columns = shape.back();
-    const auto matrices = [&](const at::Tensor& flat) {
-      return flat.defined() ? flat.narrow(0, first.at, elements).view({-1, rows, columns}) : flat;
-    };
     MuonStep muon;
     muon.lr = learning_rate;
     muon.momentum = config_.muon_momentum;
     muon.weight_decay = group.specs[first.spec].decay ? config_.weight_decay : 0.0;
     muon.zero_grad = true;
-    muon_update(matrices(group.master), matrices(group.rounded), matrices(group.own_grad), matrices(group.exp_avg),
-                grad_scale_, muon);
+    const int64_t kinds = group.specs[first.spec].interleaved;
+    const int64_t step = kinds == 1 ? elements : rows * columns;  // what is interleaved is copied: one matrix at a time
+    for (int64_t at = first.at; at < first.at + elements; at += step) {
+      std::array<at::Tensor, 4> own{group.master, group.rounded, group.own_grad, group.exp_avg}, apart;
+      for (size_t t = 0; t < own.size(); ++t) {
+        if (!own[t].defined()) continue;
+        own[t] = own[t].narrow(0, at, step).view({-1, rows, columns / kinds, kinds}).permute({0, 3, 1, 2});
+        apart[t] = own[t].contiguous().flatten(0, 1);
+      }
+      muon_update(apart[0], apart[1], apart[2], apart[3], grad_scale_, muon);
+      for (size_t t = 0; t < own.size() && kinds > 1; ++t) {
+        if (own[t].defined()) own[t].copy_(apart[t].view(own[t].sizes()));
+      }
+    }
   }
 }
 

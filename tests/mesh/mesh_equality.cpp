@@ -54,6 +54,15 @@ std::vector<Setting> settings(int64_t world) {
     const int64_t pairs = special.sequences() / (2 * mesh.dp * mesh.ep);
     if (pairs >= 2 * mesh.pp || (mesh.pp == 1 && pairs > 0)) special.micro_batch = 2;
     list.push_back(special);
+    // The other families on two ranks, with all that their layers have.
+    if (world == 2) {
+      Setting other{mesh, OptimizerName::kMuon};
+      other.family = "gpt_oss";
+      other.documents = mesh.cp > 1;
+      other.by_layer = mesh.dp > 1;
+      other.recompute = turn % 2 == 0 ? Recompute::kCheap : Recompute::kLayer;
+      list.push_back(other);
+    }
     ++turn;
     if (world == 2) {
       Setting latent{mesh};  // each mesh of two with another of what this family adds

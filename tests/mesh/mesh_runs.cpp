@@ -34,7 +34,22 @@ std::string Setting::text() const {
 
 namespace {
 
+std::string gpt_oss_config(const Setting& setting) {
+  std::string types;
+  for (int64_t i = 0; i < setting.layers(); ++i) {
+    types += fmt::format("{}\"{}_attention\"", i == 0 ? "" : ", ", i % 2 == 0 ? "sliding" : "full");
+  }
+  return fmt::format(
+      R"({{"model_type": "gpt_oss", "num_hidden_layers": {}, "hidden_size": 64, "num_attention_heads": 4,
+"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 48,
+"vocab_size": 512, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 150000.0, "sliding_window": 10,
+"rope_scaling": {{"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "truncate": false}},
+"attention_bias": true, "layer_types": [{}], "tie_word_embeddings": {}, "initializer_range": 0.05}})",
+      setting.layers(), types, setting.tied);
+}
+
 std::string model_config(const Setting& setting) {
+  if (setting.family == "gpt_oss") return gpt_oss_config(setting);
   if (setting.family != "qwen3_moe") {  // latent attention, a dense layer, shared experts, groups of experts
     return fmt::format(
         R"({{"model_type": "{}", "num_hidden_layers": {}, "hidden_size": 64, "num_attention_heads": 4, "q_lora_rank": 24,
@@ -152,7 +167,7 @@ void write_inputs(const std::string& root) {
       Setting setting;
       setting.mesh.pp = pp;
       setting.tied = tied;
-      for (const char* family : {"qwen3_moe", "deepseek_v2", "deepseek_v3"}) {
+      for (const char* family : {"qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss"}) {
         setting.family = family;
         write_text_file_atomically(run_config(root, "", setting).model.config, model_config(setting));
       }

@@ -32,7 +32,8 @@ RouterOutput seen_router(const at::Tensor& x, const Parameter& weight, const at:
     for (const int64_t expert : forced) bias[expert].fill_(10);  // probabilities are at most 1
   } else if (x.numel() > 0 && options.top_k < weight.value.size(0)) {
     const at::NoGradGuard no_grad;
-    const at::Tensor logits = at::matmul(x.to(at::kFloat), weight.value.to(at::kFloat).t());
+    at::Tensor logits = at::matmul(x.to(at::kFloat), weight.value.to(at::kFloat).t());
+    if (options.bias.value.defined()) logits += options.bias.value;
     const at::Tensor best = std::get<0>(at::topk(logits, options.top_k + 1));
     least_gap =
         std::min(least_gap, (best.select(1, options.top_k - 1) - best.select(1, options.top_k)).min().item<double>());

@@ -158,6 +158,42 @@ TEST_F(HubFolderTest, MissingUnknownAndMisshapenTensorsAreNamed) {
   expect_refusal({odd[1].first, "[3, 5]", "[5, 3]"});
 }
 
+// Blocks of 32 along K, for each of N columns: two 4-bit values in a byte, and an exponent.
+TEST_F(HubFolderTest, ReadsMxfp4Stacks) {
+  constexpr int64_t kRows = 96, kColumns = 6;
+  const std::vector<HubTensor> model{{"model.layers.0.mlp.experts.down_proj", {kExperts, kRows, kColumns}}};
+  const std::string name = model[0].name;
+  const at::Tensor blocks = at::arange(kExperts * kColumns * kRows / 2).mul(37).remainder(256).to(at::kByte);
+  const at::Tensor scales = at::arange(kExperts * kColumns * kRows / 32).mul(5).remainder(40).add(110).to(at::kByte);
+  const NamedTensors files{{name + "_blocks", blocks.view({kExperts, kColumns, kRows / 32, 16})},
+                           {name + "_scales", scales.view({kExperts, kColumns, kRows / 32})}};
+  write_file("model.safetensors", files);
+  const at::Tensor want = at::empty({kExperts, kRows, kColumns});
+  constexpr float kValues[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+  for (int64_t e = 0; e < kExperts; ++e) {
+    for (int64_t c = 0; c < kColumns; ++c) {
+      for (int64_t r = 0; r < kRows; ++r) {
+        const int64_t at = (e * kColumns + c) * kRows + r;
+        const int code = blocks.data_ptr<uint8_t>()[at / 2] >> (at % 2 * 4) & 15;
+        const int power = scales.data_ptr<uint8_t>()[at / 32] - 127;
+        want.accessor<float, 3>()[e][r][c] = std::ldexp(code < 8 ? kValues[code] : -kValues[code - 8], power);
+      }
+    }
+  }
+  const ModelWeights weights(folder_, model, {});
+  for (const auto& [begin, n] : {std::pair<int64_t, int64_t>{0, want.numel()}, {7, 1}, {200, 900}, {570, 10}}) {
+    const at::Tensor part = at::full({n}, NAN);
+    weights.read(model[0], begin, part);
+    EXPECT_TRUE(part.equal(want.flatten().narrow(0, begin, n))) << begin;
+  }
+  write_file("model.safetensors", {files[0]});
+  expect_refusal({name + "_scales", "missing"}, {}, model);
+  write_file("model.safetensors", {files[0], {files[1].first, files[1].second.to(at::kFloat)}});
+  expect_refusal({name + "_scales", "U8", "F32"}, {}, model);
+  write_file("model.safetensors", {files[0], {files[1].first, files[1].second.slice(1, 0, 5).contiguous()}});
+  expect_refusal({name + "_scales", "[4, 5, 3]", "[4, 6, 3]"}, {}, model);
+}
+
 // A stack of more experts than the config has would otherwise lose the rest in silence.
 TEST_F(HubFolderTest, StacksMustFitTheConfigExactly) {
   write_file("model.safetensors", stacked(model_values()));
@@ -233,6 +269,16 @@ TEST_F(HubFolderTest, ExportedConfigCarriesBothStyles) {
     EXPECT_TRUE(both.at("tie_word_embeddings").as_bool());
     EXPECT_EQ(both.at("architectures").at(size_t{0}).as_string(), "Qwen3MoeForCausalLM");
   }
+  // YaRN of old: what scales positions, and no word of how the weights were quantised.
+  const Json yarn = Json::parse(R"({"model_type": "gpt_oss", "num_local_experts": 8, "rope_theta": 150000,
+      "rope_scaling": {"type": "yarn", "factor": 32.0}, "quantization_config": {"quant_method": "mxfp4"}})",
+                                "yarn");
+  const Json exported = Json::parse(hub_config(yarn, at::kFloat, -1), "export");
+  EXPECT_EQ(exported.at("rope_parameters").at("rope_type").as_string(), "yarn");
+  EXPECT_EQ(exported.at("rope_parameters").at("rope_theta").as_double(), 150000);
+  EXPECT_EQ(exported.at("rope_parameters").at("factor").as_double(), 32);
+  EXPECT_EQ(exported.at("architectures").at(size_t{0}).as_string(), "GptOssForCausalLM");
+  EXPECT_FALSE(exported.has("quantization_config"));
   const Json without = Json::parse(R"({"model_type": "qwen3_moe", "num_experts": 8})", "no base");
   EXPECT_THROW(hub_config(without, at::kFloat, -1), Error);  // never a default in silence
 }

@@ -6,9 +6,10 @@
 namespace marrow {
 namespace {
 
-// One row and head at a time: row i sees keys [max(document start, i − window + 1), i].
+// One row and head at a time: row i sees keys [max(document start, i − window + 1), i], and the head's sink, if any, in
+// a column that is dropped afterwards.
 at::Tensor plain_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const AttentionLayout& layout,
-                           double scale) {
+                           double scale, const at::Tensor& sinks = {}) {
   std::vector<int64_t> starts(q.size(0));
   for (int64_t t = 0; t < q.size(0); ++t) {
     starts[t] = t / layout.seq_len * layout.seq_len;
@@ -25,8 +26,9 @@ at::Tensor plain_attention(const at::Tensor& q, const at::Tensor& k, const at::T
     for (int64_t h = 0; h < q.size(1); ++h) {
       const at::Tensor keys = k.slice(0, first, t + 1).select(1, h / group);
       const at::Tensor values = v.slice(0, first, t + 1).select(1, h / group);
-      const at::Tensor weights = keys.mv(q.select(0, t).select(0, h)).mul(scale).softmax(0);
-      heads.push_back(values.t().mv(weights));
+      at::Tensor scores = keys.mv(q.select(0, t).select(0, h)).mul(scale);
+      if (sinks.defined()) scores = at::cat({scores, sinks.narrow(0, h, 1)});
+      heads.push_back(values.t().mv(scores.softmax(0).narrow(0, 0, keys.size(0))));
     }
     rows.push_back(at::stack(heads));
   }
@@ -160,6 +162,56 @@ TEST(Attention, DeterministicRepeatsToTheBit) {
       EXPECT_TRUE(tensors_identical(q.grad(), once[0]));
       EXPECT_TRUE(tensors_identical(k.grad(), once[1]));
       EXPECT_TRUE(tensors_identical(v.grad(), once[2]));
+    }
+  }
+}
+
+// Case A2: one key, q = k = 1, v = 2, a sink of 0.
+TEST(Attention, ASinkOfOneKey) {
+  for (const at::Device device : test_devices()) {
+    const auto value = [&](double x) { return at::full({1, 1, 1}, x, at::device(device).dtype(at::kFloat)); };
+    const at::Tensor q = with_grad(value(1)), k = with_grad(value(1)), v = with_grad(value(2));
+    const Parameter sinks = make_parameter(value(0).flatten(), "sinks");
+    const at::Tensor out = attention(q, k, v, {1, 1, {}, 0}, 1.0, false, sinks);
+    out.backward(value(1));
+    EXPECT_NEAR(out.item<double>(), 1.462117, 1e-6);
+    EXPECT_NEAR(q.grad().item<double>(), 0.393224, 1e-6);
+    EXPECT_NEAR(k.grad().item<double>(), 0.393224, 1e-6);
+    EXPECT_NEAR(v.grad().item<double>(), 0.731059, 1e-6);
+    EXPECT_NEAR(sinks.grad.item<double>(), -0.393224, 1e-6);
+  }
+}
+
+TEST(Attention, SinksMatchAColumnThatIsDropped) {
+  for (const at::Device device : test_devices()) {
+    for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+      for (const Case& c : cases()) {
+        if (!offered(c, dtype, device)) continue;
+        SCOPED_TRACE(name_of(c, dtype, device));
+        const int64_t tokens = c.layout.sequences * c.layout.seq_len;
+        const double scale = 1.0 / std::sqrt(static_cast<double>(c.size));
+        const at::Tensor q = with_grad(random_tensor({tokens, c.q_heads, c.size}, dtype, device, 1));
+        const at::Tensor k = with_grad(random_tensor({tokens, c.kv_heads, c.size}, dtype, device, 2));
+        const at::Tensor v = with_grad(random_tensor({tokens, c.kv_heads, c.value_size}, dtype, device, 3));
+        const at::Tensor d = random_tensor({tokens, c.q_heads, c.value_size}, dtype, device, 4);
+        const Parameter sinks = make_parameter(random_tensor({c.q_heads}, dtype, device, 5), "sinks");
+        sinks.grad.fill_(0.5);
+        const at::Tensor out = attention(q, k, v, c.layout, scale, false, sinks);
+        EXPECT_TRUE(
+            tensors_identical(attention(q.detach(), k.detach(), v.detach(), c.layout, scale, false, sinks), out));
+        out.backward(d);
+
+        const at::Tensor rq = reference_leaf(q), rk = reference_leaf(k), rv = reference_leaf(v);
+        const at::Tensor rs = reference_leaf(sinks.value);
+        const at::Tensor reference = plain_attention(rq, rk, rv, c.layout, scale, rs);
+        reference.backward(d.to(at::kCPU, at::kDouble));
+        const double tolerance = dtype == at::kFloat ? 1e-5 : 1.5e-2;
+        EXPECT_TRUE(tensors_close(out, reference, tolerance, tolerance));
+        EXPECT_TRUE(tensors_close(q.grad(), rq.grad(), 2 * tolerance, 2 * tolerance));
+        EXPECT_TRUE(tensors_close(k.grad(), rk.grad(), 2 * tolerance, 3 * tolerance));
+        EXPECT_TRUE(tensors_close(v.grad(), rv.grad(), 2 * tolerance, 3 * tolerance));
+        EXPECT_TRUE(tensors_close(sinks.grad - 0.5, rs.grad(), 2 * tolerance, 4 * tolerance));
+      }
     }
   }
 }

@@ -70,6 +70,44 @@ TEST(QkNormRope, MatchesPlainComposition) {
   }
 }
 
+TEST(QkNormRope, WithoutNormsItSplitsAndRotates) {
+  const Shape shapes[] = {{0, 2, 1, 8}, {1, 1, 1, 2}, {19, 3, 3, 6}, {67, 8, 2, 64}};
+  for (const at::Device device : test_devices()) {
+    for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+      for (const auto& [tokens, q_heads, kv_heads, size] : shapes) {
+        SCOPED_TRACE(fmt::format("{} tokens, {} and {} heads of {} {} {}", tokens, q_heads, kv_heads, size,
+                                 c10::toString(dtype), device.str()));
+        const at::Tensor qkv = with_grad(random_tensor({tokens, (q_heads + 2 * kv_heads) * size}, dtype, device, 1));
+        const RopeTable table = make_rope_table(rope_inverse_frequencies(1e4, size), 50, 1.2, device);
+        const at::Tensor positions = some_positions(tokens, device);
+        const auto [q, k, v] = split_and_rotate(qkv, table, positions, q_heads, kv_heads);
+        const at::Tensor d = random_tensor({tokens, q_heads + 2 * kv_heads, size}, dtype, device, 4);
+        at::cat({q, k, v}, 1).backward(d);
+
+        const at::Tensor x = reference_leaf(qkv);
+        const auto heads =
+            x.unflatten(1, {q_heads + 2 * kv_heads, size}).split_with_sizes({q_heads, kv_heads, kv_heads}, 1);
+        const auto turned = [&](const at::Tensor& part) {
+          const auto of = [&](const at::Tensor& all) {
+            return all.cpu().index_select(0, positions.cpu()).to(at::kDouble).unsqueeze(1);
+          };
+          const auto halves = part.chunk(2, -1);
+          return at::cat({halves[0] * of(table.cos) - halves[1] * of(table.sin),
+                          halves[1] * of(table.cos) + halves[0] * of(table.sin)},
+                         -1);
+        };
+        const at::Tensor rq = turned(heads[0]), rk = turned(heads[1]);
+        at::cat({rq, rk, heads[2]}, 1).backward(d.to(at::kCPU, at::kDouble));
+        const double tolerance = dtype == at::kFloat ? 1e-5 : 1e-2;
+        EXPECT_TRUE(tensors_close(q, rq, tolerance, tolerance));
+        EXPECT_TRUE(tensors_close(k, rk, tolerance, tolerance));
+        EXPECT_TRUE(tensors_identical(v, heads[2].to(dtype)));
+        EXPECT_TRUE(tensors_close(qkv.grad(), x.grad(), tolerance, tolerance));
+      }
+    }
+  }
+}
+
 TEST(QkNormRope, NormGradientsRepeatToTheBit) {
   for (const at::Device device : test_devices()) {
     const at::Tensor qkv = with_grad(random_tensor({2311, 4 * 64}, at::kFloat, device, 1));

@@ -130,6 +130,42 @@ TEST(Router, MatchesPlainComposition) {
   }
 }
 
+// A bias acts as the weight of an input that is always 1.
+TEST(Router, ABiasIsTheWeightOfAConstantInput) {
+  for (const at::Device device : test_devices()) {
+    for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+      for (const int64_t tokens : {0, 1, 96}) {
+        const Tensor x = random_tensor({tokens, 24}, dtype, device, 1);
+        const Tensor w = random_tensor({16, 24}, dtype, device, 2, 0.5), b = random_tensor({16}, dtype, device, 3, 0.5);
+        const Tensor d_weights = random_tensor({tokens, 4}, at::kFloat, device, 4);
+        const auto balance = std::make_shared<RouterBalance>();
+        balance->gradient = random_tensor({1, 16}, at::kFloat, device, 5);
+        balance->z_loss_gradient = 0.01;
+        const auto padded = [](const Tensor& all, const Tensor& last) {
+          return at::cat({all, last, at::zeros({all.size(0), 7}, all.options())}, 1);
+        };
+        const Routed wide = run(padded(x, at::ones({tokens, 1}, x.options())), padded(w, b.unsqueeze(1)), {},
+                                {tokens, 32, 16, 4, 1}, d_weights, balance);
+        const Tensor leaf = with_grad(x);
+        const Parameter weight = make_parameter(w);
+        WeightGradQueue queue;
+        RouterOptions options;
+        options.top_k = 4;
+        options.bias = make_parameter(b, "bias");
+        const RouterOutput out = router(leaf, weight, {}, 1, options, balance, queue);
+        out.weights.backward(d_weights);
+        queue.run_all();
+        EXPECT_TRUE(at::equal(out.experts, wide.out.experts));
+        EXPECT_TRUE(tensors_close(out.weights, wide.out.weights, 1e-5, 1e-5));
+        EXPECT_TRUE(tensors_close(out.probability_sums, wide.out.probability_sums, 1e-5, 1e-5));
+        EXPECT_TRUE(tensors_close(leaf.grad(), wide.d_x.slice(1, 0, 24), 1e-2, 1e-2));
+        EXPECT_TRUE(tensors_close(weight.grad, wide.d_weight.slice(1, 0, 24), 1e-4, 1e-4));
+        EXPECT_TRUE(tensors_close(options.bias.grad, wide.d_weight.select(1, 24), 1e-4, 1e-4));
+      }
+    }
+  }
+}
+
 // Each token's gradient of the logits shows in one column of the weight's gradient: x is one-hot.
 TEST(Router, BalanceLossReachesTheLogits) {
   for (const at::Device device : test_devices()) {

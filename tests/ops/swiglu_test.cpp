@@ -45,6 +45,38 @@ TEST(Swiglu, MatchesPlainComposition) {
   }
 }
 
+TEST(Swiglu, ClampedMatchesPlainComposition) {
+  constexpr double kAlpha = 1.702, kLimit = 2.5;
+  for (const at::Device device : test_devices()) {
+    for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+      for (const int64_t rows : {0, 1, 13, 257}) {
+        for (const int64_t width : {1, 13, 48}) {
+          SCOPED_TRACE(fmt::format("[{}, 2·{}] {} {}", rows, width, c10::toString(dtype), device.str()));
+          at::Tensor gate_up = random_tensor({rows, 2 * width}, dtype, device, 1, 3.0);
+          if (rows > 0) gate_up[0].fill_(kLimit);  // at the limit the gradient still flows
+          gate_up = with_grad(gate_up);
+          const at::Tensor weight = with_grad(random_tensor({rows}, at::kFloat, device, 2));
+          const at::Tensor d = random_tensor({rows, width}, dtype, device, 3);
+          const at::Tensor y = clamped_swiglu(gate_up, weight, kAlpha, kLimit);
+          EXPECT_EQ(y.scalar_type(), dtype);
+          y.backward(d);
+
+          const at::Tensor x = reference_leaf(gate_up), w = reference_leaf(weight);
+          const at::Tensor gate = x.slice(1, 0, {}, 2).clamp_max(kLimit),
+                           up = x.slice(1, 1, {}, 2).clamp(-kLimit, kLimit);
+          const at::Tensor reference = (up + 1) * gate * at::sigmoid(gate * kAlpha) * w.unsqueeze(1);
+          reference.backward(d.to(at::kCPU, at::kDouble));
+          const double relative = dtype == at::kFloat ? 5e-6 : 5e-3;
+          const double absolute = dtype == at::kFloat ? 5e-6 : 1e-5;
+          EXPECT_TRUE(tensors_close(y, reference, relative, absolute));
+          EXPECT_TRUE(tensors_close(gate_up.grad(), x.grad(), relative, absolute));
+          EXPECT_TRUE(tensors_close(weight.grad(), w.grad(), 2e-5, 2e-4));
+        }
+      }
+    }
+  }
+}
+
 TEST(Swiglu, ExtremeGatesStayFinite) {
   for (const at::Device device : test_devices()) {
     const at::Tensor gate = at::tensor({-1e4f, -200.0f, -88.0f, -87.0f, -0.0f, 87.0f, 200.0f, 1e4f});

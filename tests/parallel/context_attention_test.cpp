@@ -60,9 +60,9 @@ at::Tensor rows_of(const AttentionLayout& layout, int64_t cp, int64_t c) {
   return at::tensor(rows);
 }
 
-// {out, dq, dk, dv} of the whole micro-batch: each rank computes its rows on a thread.
+// {out, dq, dk, dv} of the whole micro-batch: each rank computes its rows on a thread. d_sinks += the ranks' gradients.
 std::vector<at::Tensor> on_ranks(int64_t cp, const std::vector<at::Tensor>& inputs, const AttentionLayout& layout,
-                                 double scale, bool deterministic) {
+                                 double scale, bool deterministic, const Parameter& sinks = {}) {
   const at::Tensor &q = inputs[0], &k = inputs[1], &v = inputs[2], &d = inputs[3];
   std::vector<at::Tensor> whole{at::full_like(d, NAN), at::full_like(q, NAN), at::full_like(k, NAN),
                                 at::full_like(v, NAN)};
@@ -71,11 +71,13 @@ std::vector<at::Tensor> on_ranks(int64_t cp, const std::vector<at::Tensor>& inpu
     const at::Tensor rows = rows_of(layout, cp, ring.rank()).to(q.device());
     const auto own = [&](const at::Tensor& x) { return with_grad(x.index_select(0, rows)); };
     const at::Tensor own_q = own(q), own_k = own(k), own_v = own(v);
-    const at::Tensor out = context_attention(own_q, own_k, own_v, layout, scale, deterministic, &ring);
+    const Parameter own_sinks = sinks.value.defined() ? make_parameter(sinks.value, "sinks") : Parameter{};
+    const at::Tensor out = context_attention(own_q, own_k, own_v, layout, scale, deterministic, &ring, own_sinks);
     EXPECT_EQ(out.scalar_type(), q.scalar_type());
     EXPECT_TRUE(out.is_contiguous());
     out.backward(d.index_select(0, rows));
     const std::lock_guard lock(mutex);
+    if (sinks.grad.defined()) sinks.grad.add_(own_sinks.grad);
     const std::array results{out.detach(), own_q.grad(), own_k.grad(), own_v.grad()};
     for (size_t i = 0; i < results.size(); ++i) whole[i].index_copy_(0, rows, results[i]);
   });
@@ -148,6 +150,33 @@ TEST(ContextAttention, MatchesOneRankOnLongerSequences) {
         for (int i = 0; i < 3; ++i)
           EXPECT_LE(difference(results[i + 1], leaves[i].grad()), tolerance) << "gradient " << i;
       }
+    }
+  }
+}
+
+TEST(ContextAttention, SinksMatchOneRank) {
+  for (const at::Device device : test_devices()) {
+    for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+      for_cases([&](const Case& c, int64_t cp) {
+        if (!offered(c, cp, dtype, device, false)) return;
+        SCOPED_TRACE(fmt::format("{} {}", c10::toString(dtype), device.str()));
+        const double scale = 1.0 / std::sqrt(static_cast<double>(c.size));
+        const std::vector<at::Tensor> inputs = random_inputs(c, dtype, device);
+        const Parameter sinks = make_parameter(random_tensor({c.q_heads}, dtype, device, 5), "sinks");
+        const Parameter whole = make_parameter(sinks.value.to(at::kCPU, at::kFloat), "sinks");
+        std::vector<at::Tensor> leaves;
+        for (int i = 0; i < 3; ++i) leaves.push_back(with_grad(inputs[i].to(at::kCPU, at::kFloat)));
+        const at::Tensor expected = attention(leaves[0], leaves[1], leaves[2], c.layout, scale, false, whole);
+        expected.backward(inputs[3].to(at::kCPU, at::kFloat));
+
+        const std::vector<at::Tensor> results = on_ranks(cp, inputs, c.layout, scale, false, sinks);
+        const double tolerance = dtype == at::kFloat ? 1e-5 : 1.5e-2;
+        EXPECT_TRUE(tensors_close(results[0], expected, tolerance, tolerance)) << "out";
+        EXPECT_TRUE(tensors_close(results[1], leaves[0].grad(), 2 * tolerance, 2 * tolerance)) << "dq";
+        EXPECT_TRUE(tensors_close(results[2], leaves[1].grad(), 2 * tolerance, 3 * tolerance)) << "dk";
+        EXPECT_TRUE(tensors_close(results[3], leaves[2].grad(), 2 * tolerance, 3 * tolerance)) << "dv";
+        EXPECT_TRUE(tensors_close(sinks.grad, whole.grad, 2 * tolerance, 6 * tolerance)) << "d_sinks";
+      });
     }
   }
 }

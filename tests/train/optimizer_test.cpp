@@ -98,6 +98,39 @@ TEST(Optimizer, StepsDoNotDependOnTheMesh) {
   }
 }
 
+// Muon turns each logical matrix by itself: interleaved columns as two tensors of a matrix each would be.
+TEST(Optimizer, MuonTakesInterleavedColumnsApart) {
+  const auto store_of = [](const std::vector<ParameterSpec>& specs) {
+    ParameterStore store(options_with(OptimizerName::kMuon));
+    store.add("group", specs);
+    return store;
+  };
+  const auto spec_of = [](const std::string& name, const std::vector<int64_t>& shape) {
+    ParameterSpec spec{name, shape, {{name, shape}}};
+    spec.matrices_per_part = 3;
+    return spec;
+  };
+  ParameterSpec both = spec_of("both", {3, 5, 8});
+  both.interleaved = 2;
+  ParameterStore whole = store_of({both}), apart = store_of({spec_of("gate", {3, 5, 4}), spec_of("up", {3, 5, 4})});
+  whole.initialize(3);
+  Optimizer one(whole, config_with(OptimizerName::kMuon)), other(apart, config_with(OptimizerName::kMuon));
+  const at::Tensor value = whole.table().at("both").value, grad = whole.table().at("both").grad;
+  const auto columns = [](const at::Tensor& x, const std::string& name) { return x.slice(2, name == "up", {}, 2); };
+  for (const std::string name : {"gate", "up"}) apart.table().at(name).value.copy_(columns(value, name));
+  for (int64_t step = 1; step <= 3; ++step) {
+    grad.copy_(gradient_of("both", {3, 5, 8}, step));
+    for (const std::string name : {"gate", "up"}) apart.table().at(name).grad.copy_(columns(grad, name));
+    one.step(1e-2, step, at::ones({1}, at::kDouble));
+    other.step(1e-2, step, at::ones({1}, at::kDouble));
+    EXPECT_TRUE(grad.eq(0).all().item<bool>());
+  }
+  for (const std::string name : {"gate", "up"}) {
+    const at::Tensor difference = columns(value, name) - apart.table().at(name).value;
+    EXPECT_LE(difference.abs().max().item<double>(), 1e-6) << name;
+  }
+}
+
 // Working copies and gradients that exist only while a layer needs them give the same steps.
 TEST(Optimizer, ShardsByLayerTrainAlike) {
   const ToyModel toy;
