@@ -23,7 +23,6 @@ struct Setting {
   int64_t micro_batch = 1, steps = 5, seed = 3;
   std::string family = "qwen3_moe";
   std::vector<int64_t> experts = {};  // all tokens go to these; empty: natural routing
-  std::string family = "qwen3_moe";   // model_type
 
   // pp · dp · ep = 8 needs more micro-batches and layers.
   bool large() const { return mesh.pp > 2 || mesh.pp * mesh.dp * mesh.ep > 4 || mesh.world() % 3 == 0; }
