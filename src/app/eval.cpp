@@ -33,8 +33,10 @@ int run_eval(const CommandLine& args) {
   sizes.mask_documents = options.mask_documents;
   const EvaluationResult result = evaluate_corpus(*model.executor, loader, model.device, sizes, args.logger());
   const double perplexity = std::exp(result.loss);
-  args.print(fmt::format("loss {:.6f}, perplexity {:.4f}, {} tokens", result.loss, perplexity, result.targets),
-             JsonWriter().field("loss", result.loss, "perplexity", perplexity, "tokens", result.targets));
+  args.print(fmt::format("loss {:.6f}, perplexity {:.4f}, {} tokens in windows of {}", result.loss, perplexity,
+                         result.targets, options.seq_len),
+             JsonWriter().field("loss", result.loss, "perplexity", perplexity, "tokens", result.targets, "seq_len",
+                                options.seq_len));
   return 0;
 }
 

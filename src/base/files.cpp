@@ -93,7 +93,9 @@ void check_output_is_new(const std::string& folder, std::string_view flag) {
                "{} exists already; nothing was written", folder);
 }
 
-MappedFile::MappedFile(const std::string& path, ExitCode code) : path_(path), file_(open_for_reading(path, code)) {
+MappedFile::MappedFile(const std::string& path, ExitCode code) : path_(path) {
+  MARROW_CHECK(!fs::is_fifo(path), code, Fix("give the path of a file"), "cannot map {}: it is a pipe", path);
+  file_ = open_for_reading(path, code);
   const auto size = static_cast<size_t>(std::max<int64_t>(0, size_of(file_)));
   void* const mapped = size == 0 ? nullptr : mmap(nullptr, size, PROT_READ, MAP_SHARED, fileno(file_.get()), 0);
   MARROW_CHECK(mapped != MAP_FAILED, code, Fix("check the free address space and the file system"),

@@ -206,7 +206,9 @@ std::vector<std::string> step_folders(const std::string& dir) {
 
 void check_complete(const std::string& folder) {
   const std::string marker = (fs::path(folder) / kCompleteMarker).string();
-  MARROW_CHECK(fs::exists(marker), ExitCode::kBadInput, Fix("use another checkpoint; this one's save was interrupted"),
+  std::error_code unread;  // what cannot be looked at is no file of ours either
+  MARROW_CHECK(fs::is_regular_file(marker, unread), ExitCode::kBadInput,
+               Fix("use another checkpoint; this one's save was interrupted"),
                "{} is no complete checkpoint: it has no file {}", folder, kCompleteMarker);
   const Json text = Json::read_file(marker);
   if (text.at("format").as_int() != 3) {
@@ -214,11 +216,12 @@ void check_complete(const std::string& folder) {
   }
   for (const auto& [name, file] : text.at("files").items()) {
     const fs::path path = fs::path(folder) / name;
-    const int64_t actual = fs::exists(path) ? static_cast<int64_t>(fs::file_size(path)) : 0;
+    const bool is_file = fs::is_regular_file(path, unread);
+    const int64_t actual = is_file ? static_cast<int64_t>(fs::file_size(path, unread)) : 0;
     const int64_t saved = file.at("bytes").as_int();
-    MARROW_CHECK(
-        fs::exists(path) && actual == saved, ExitCode::kBadInput, Fix("use another checkpoint; this one is damaged"),
-        "checkpoint {} is damaged: {} has {} bytes, but {} says {}", folder, name, actual, kCompleteMarker, saved);
+    MARROW_CHECK(is_file && actual == saved, ExitCode::kBadInput, Fix("use another checkpoint; this one is damaged"),
+                 "checkpoint {} is damaged: {} has {} bytes, but {} says {}", folder, name, actual, kCompleteMarker,
+                 saved);
   }
 }
 

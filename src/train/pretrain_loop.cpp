@@ -92,6 +92,9 @@ void PretrainLoop::open_run_folder() {
     std::filesystem::create_directories(config_.log.dir);
     lock_.emplace(config_.log.dir + "/lock", Fix("wait for the other run, or give this one another log.dir"));
     std::filesystem::create_directories(config_.checkpoint.dir);  // now, not after hours
+    if (config_.checkpoint.dir == config_.log.dir + "/checkpoints") return;
+    checkpoint_lock_.emplace(config_.checkpoint.dir + "/lock",
+                             Fix("wait for the other run, or give this one another checkpoint.dir"));
   });
   logger_.open_file(fmt::format("{}/log-rank-{:04}.txt", config_.log.dir, mesh_.rank));
 }
@@ -310,7 +313,7 @@ int64_t PretrainLoop::run(StopSignal& stop) {
     const auto due = [&](int64_t every) { return every > 0 && step % every == 0; };
     if (device_.is_cpu() || last || due(config_.data.validate_every) || due(config_.checkpoint.every)) settle();
     with_step(step, [&] {
-      if (!validation_.empty() && (last || due(config_.data.validate_every))) validate(step);
+      if (!stopping_ && !validation_.empty() && (last || due(config_.data.validate_every))) validate(step);
       if (last || due(config_.checkpoint.every)) save(step);
       checkpoints_->poll();
     });

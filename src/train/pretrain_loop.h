@@ -64,7 +64,7 @@ class PretrainLoop {
   std::string model_config_text_;
   std::unique_ptr<MoeModel> model_;
   at::Device device_;
-  std::optional<FileLock> lock_;
+  std::optional<FileLock> lock_, checkpoint_lock_;  // of log.dir, and of a checkpoint.dir elsewhere
   std::optional<BatchLoader> loader_;
   TrainerState state_;
   std::vector<SideFile> tokenizer_files_;

@@ -10,9 +10,7 @@ namespace {
 
 void check_equal(std::string_view key, const std::string& saved, const std::string& current) {
   MARROW_CHECK(saved == current, ExitCode::kUsage,
-               Fix("set {} back to {}, or start a run of its own with another "
-                   "checkpoint.dir",
-                   key, saved),
+               Fix("set {} back to {}, or start a run of its own with another log.dir", key, saved),
                "cannot resume: {} is {}, but the checkpoint was saved with {}", key, current, saved);
 }
 

@@ -324,6 +324,27 @@ def masks_drop_targets():
     check(results[1]["tokens"] < results[0]["tokens"], "a document's last token has no target")
 
 
+def odd_entries_are_damage():
+    """A folder or a pipe in the place of a checkpoint's file: the checkpoint before it is taken."""
+    config = toml("odd-entries", train__steps=4, checkpoint__every=2, checkpoint__keep=0,
+                  optimizer__warmup_steps=0)
+    check(marrow("pretrain", config).returncode == 0, "a run of 4 steps")
+    newest = WORK / "odd-entries/checkpoints/step-00000004/trainer_state.json"
+    for make in (Path.mkdir, os.mkfifo):
+        newest.unlink()
+        make(newest)
+        again = marrow("pretrain", config, "--set", "checkpoint.every=0", limit=None)
+        check(again.returncode == 0 and "step-00000002 at step 2" in again.stderr, again.stderr)
+    # Two runs that save in one place.
+    first = subprocess.Popen([MARROW, "pretrain", toml("place-1", train__steps=1000000), "--set",
+                              f'checkpoint.dir="{WORK}/place"'], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    while not (WORK / "place-1/metrics.jsonl").exists():
+        time.sleep(0.1)
+    refused(marrow("pretrain", toml("place-2"), "--set", f'checkpoint.dir="{WORK}/place"'), 2, "checkpoint.dir")
+    first.kill()
+    first.wait()
+
+
 def evaluation_shows_progress():
     words = ("eval", WORK / "masked", "--data", WORK / "corpus", "--seq-len", "32", "--micro-batch", "1")
     check("evaluate " in marrow(*words).stderr, "a long evaluation says how far it is")
@@ -334,7 +355,7 @@ def main():
     make_corpus()
     for case in (resume_is_exact, layouts_agree, recomputation_changes_no_bit, signals_save, damage_is_passed_over, full_disk, divergence, changed_runs,
                  new_runs_keep_apart, small_updates_survive, bad_models, odd_words_and_files, masks_drop_targets,
-                 evaluation_shows_progress):
+                 evaluation_shows_progress, odd_entries_are_damage):
         start = time.time()
         case()
         print(f"{case.__name__}: {time.time() - start:.1f} s", flush=True)
