@@ -150,7 +150,7 @@ int run_plan(const CommandLine& args) {
     const RankTimeline& line = plan.timeline.ranks[rank];
     const int64_t p = plan.pipeline_ranks[rank];
     const double bubble = line.idle / plan.timeline.makespan;
-    std::string layers = rank == 0 ? "embedding" : "";
+    std::string layers = p == 0 ? "embedding" : "";
     std::vector<std::array<int64_t, 2>> ranges;
     for (int64_t slot = 0; slot < plan.shape.slots(); ++slot) {
       const LayerRange& range = plan.layers[plan.shape.chunk_at(p, slot)];

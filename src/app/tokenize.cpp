@@ -1,12 +1,31 @@
 // marrow tokenize: text files to a corpus.
 #include <unistd.h>
 
+#include <algorithm>
+#include <filesystem>
+
 #include "app/command_line.h"
 #include "base/stop_signal.h"
 #include "data/tokenize_corpus.h"
 
 namespace marrow {
 namespace {
+
+// Else --overwrite could replace an input, and the next run over a folder would read this one's output as text.
+void check_output_is_no_input(const TokenizeOptions& options) {
+  std::error_code missing;
+  const auto folder = std::filesystem::weakly_canonical(std::filesystem::absolute(options.output)).parent_path();
+  for (const std::string& input : options.inputs) {
+    const auto path = std::filesystem::weakly_canonical(std::filesystem::absolute(input));
+    bool inside = std::filesystem::is_directory(path, missing) &&
+                  std::mismatch(path.begin(), path.end(), folder.begin(), folder.end()).first == path.end();
+    for (const char* suffix : {".bin", ".idx", ".json"}) {
+      inside = inside || std::filesystem::equivalent(path, options.output + suffix, missing);
+    }
+    MARROW_CHECK(!inside, ExitCode::kUsage, Fix("give --output a path outside of every --input"),
+                 "the corpus {} would lie in or over the input {}", options.output, input);
+  }
+}
 
 int run_tokenize(const CommandLine& args) {
   StopSignal stop;
@@ -24,6 +43,7 @@ int run_tokenize(const CommandLine& args) {
                                 .progress_seconds = isatty(STDERR_FILENO) == 1 ? 0.5 : 10.0,
                                 .limits = {},
                                 .stop = [&] { return stop.requested(); }};
+  check_output_is_no_input(options);
   const auto tokenizer = open_tokenizer(args.text("tokenizer"), tokenizer_options);
   const TokenizeResult result = tokenize_corpus(options, *tokenizer, args.logger());
   const double megabytes = static_cast<double>(result.bytes) / 1e6;
