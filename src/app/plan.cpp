@@ -12,16 +12,11 @@ namespace {
 
 constexpr double kWidth = 1600, kRow = 26, kLeft = 70, kTop = 56;
 
-struct Kind {
-  ActionKind kind;
-  const char* colour;
-  double ChunkTimes::*seconds;
-};
-constexpr Kind kKinds[] = {{ActionKind::kForward, "#4a90d9", &ChunkTimes::forward},
-                           {ActionKind::kBackward, "#e0812e", &ChunkTimes::backward},
-                           {ActionKind::kBackwardInput, "#e9b44c", &ChunkTimes::backward_input},
-                           {ActionKind::kWeightGrad, "#7fb069", &ChunkTimes::weight_grad},
-                           {ActionKind::kForwardBackward, "#8e6bbf", &ChunkTimes::pair}};
+constexpr std::pair<ActionKind, const char*> kColours[] = {{ActionKind::kForward, "#4a90d9"},
+                                                           {ActionKind::kBackward, "#e0812e"},
+                                                           {ActionKind::kBackwardInput, "#e9b44c"},
+                                                           {ActionKind::kWeightGrad, "#7fb069"},
+                                                           {ActionKind::kForwardBackward, "#8e6bbf"}};
 
 struct Plan {
   PipelineShape shape;
@@ -106,7 +101,7 @@ std::string to_svg(const Plan& plan) {
       kWidth, kTop + kRow * static_cast<double>(plan.timeline.ranks.size()) + 10, kLeft, plan.timeline.ranks.size(),
       plan.micro_batches, plan.timeline.makespan, 100 * plan.timeline.bubble_share());
   double x = kLeft;
-  for (const auto& [kind, colour, seconds] : kKinds) {  // the legend; rectangles are actions alone
+  for (const auto& [kind, colour] : kColours) {  // the legend; rectangles are actions alone
     svg += fmt::format(
         "<circle cx=\"{}\" cy=\"36\" r=\"6\" fill=\"{}\"/><text x=\"{}\" y=\"40\" fill=\"#888\">{}</text>\n", x + 6,
         colour, x + 18, action_name(kind));
@@ -122,7 +117,7 @@ std::string to_svg(const Plan& plan) {
       svg += fmt::format(
           "<rect x=\"{:.2f}\" y=\"{}\" width=\"{:.2f}\" height=\"{}\" fill=\"{}\" fill-opacity=\"{}\" stroke=\"#fff\" "
           "stroke-width=\"0.5\"><title>rank {}: {}, chunk {}, {:.6f} to {:.6f} s</title></rect>\n",
-          left, y, width, kRow - 4, kKinds[static_cast<size_t>(action.kind)].colour, pass.slot == 0 ? 1 : 0.6, rank,
+          left, y, width, kRow - 4, kColours[static_cast<size_t>(action.kind)].second, pass.slot == 0 ? 1 : 0.6, rank,
           to_text(action), plan.shape.chunk_at(plan.pipeline_ranks[rank], pass.slot), timed.start, timed.end);
       if (width < 14) continue;
       svg += fmt::format("<text x=\"{:.2f}\" y=\"{}\" text-anchor=\"middle\" pointer-events=\"none\">{}</text>\n",

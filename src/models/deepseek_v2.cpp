@@ -1,10 +1,8 @@
 #include "models/deepseek_v2.h"
 
-#include <numbers>
 #include <set>
 
 #include "models/key_value_cache.h"
-
 #include "ops/grouped_linear.h"
 #include "ops/linear.h"
 #include "ops/mla_rope.h"
@@ -135,8 +133,9 @@ DeepseekConfig read_config(const Json& config) {
   c.nope_size = size_of(config, "qk_nope_head_dim");
   c.rope_size = size_of(config, "qk_rope_head_dim");
   c.value_size = size_of(config, "v_head_dim");
-  for (const char* key : {"qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"})
+  for (const char* key : {"qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}) {
     if (config.at(key).as_int() % 2 != 0) refuse(config.at(key), "an even number");
+  }
   c.dense_inner = c.shape.dense_layers > 0 ? size_of(config, "intermediate_size") : 0;
   c.expert_inner = size_of(config, "moe_intermediate_size");
   c.shared_inner = c.expert_inner * size_of(config, "n_shared_experts");
@@ -409,7 +408,6 @@ double read_rope_theta(const Json& config, const std::optional<Json>& rope) {
 
 }  // namespace
 
-// YaRN (arXiv 2309.00071): pairs that turn fast keep their frequency, slow ones are slowed by `factor`, a ramp between.
 DeepseekRope read_deepseek_rope(const Json& config) {
   const std::optional<Json> scaling = rope_object(config);
   const double theta = read_rope_theta(config, scaling);
@@ -432,18 +430,10 @@ DeepseekRope read_deepseek_rope(const Json& config) {
   const double length = scaling->at("original_max_position_embeddings").as_double();
   within(*scaling, "factor", factor, 1, 1e6);
   within(*scaling, "original_max_position_embeddings", length, 1, 1 << 30);
-  const auto pair_that_turns = [&](const char* key, double usual) {  // as often within the original length
-    const double times = scaling->double_or(key, usual);
-    within(*scaling, key, times, 1e-6, 1e6);
-    return static_cast<double>(size) * std::log(length / (times * 2 * std::numbers::pi)) / (2 * std::log(theta));
-  };
-  const double low = std::max(0.0, std::floor(pair_that_turns("beta_fast", 32)));
-  double high = std::min(static_cast<double>(size - 1), std::ceil(pair_that_turns("beta_slow", 1)));
-  if (low == high) high += 0.001;
-  for (size_t i = 0; i < rope.frequencies.size(); ++i) {
-    const double slowed = std::clamp((static_cast<double>(i) - low) / (high - low), 0.0, 1.0);
-    rope.frequencies[i] *= slowed / factor + (1 - slowed);
-  }
+  YarnScaling yarn{factor, length, scaling->double_or("beta_fast", 32), scaling->double_or("beta_slow", 1)};
+  within(*scaling, "beta_fast", yarn.beta_fast, 1e-6, 1e6);
+  within(*scaling, "beta_slow", yarn.beta_slow, 1e-6, 1e6);
+  rope.frequencies = yarn_inverse_frequencies(theta, size, yarn);
   const double mscale = scaling->double_or("mscale", 0), all_dim = scaling->double_or("mscale_all_dim", 0);
   const auto m = [&](double x) { return 0.1 * x * std::log(factor) + 1; };
   const bool both = mscale > 0 && all_dim > 0, plain = all_dim == 0 && (mscale == 0 || mscale == 1);

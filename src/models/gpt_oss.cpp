@@ -1,7 +1,5 @@
 #include "models/gpt_oss.h"
 
-#include <numbers>
-
 #include "models/key_value_cache.h"
 #include "ops/grouped_linear.h"
 #include "ops/linear.h"
@@ -90,8 +88,6 @@ double read_rope_theta(const Json& config) {
   return theta;
 }
 
-// YaRN: frequencies that turn less than beta_slow times over the original length are divided by the factor, those that
-// turn more than beta_fast times stay, those between are mixed. Source: Peng et al., arXiv 2309.00071.
 void read_rope(const Json& config, GptOssConfig& c) {
   const double theta = read_rope_theta(config);
   c.inverse_frequencies = rope_inverse_frequencies(theta, c.head_size);
@@ -128,19 +124,8 @@ void read_rope(const Json& config, GptOssConfig& c) {
   const double fast = rope.double_or("beta_fast", 32), slow = rope.double_or("beta_slow", 1);
   check_within(rope, "beta_slow", slow, 0, 1e6);
   check_within(rope, "beta_fast", fast, 0, 1e6);
-  const auto size = static_cast<double>(c.head_size);
-  const auto dimension = [&](double turns) {
-    return size * std::log(original / (turns * 2 * std::numbers::pi)) / (2 * std::log(theta));
-  };
-  double low = dimension(fast), high = dimension(slow);
-  if (rope.bool_or("truncate", true)) low = std::floor(low), high = std::ceil(high);
-  low = std::max(low, 0.0);
-  high = std::min(high, size - 1);
-  if (low == high) high += 0.001;
-  for (size_t i = 0; i < c.inverse_frequencies.size(); ++i) {
-    const double slowed = std::clamp((static_cast<double>(i) - low) / (high - low), 0.0, 1.0);
-    c.inverse_frequencies[i] *= slowed / factor + 1 - slowed;
-  }
+  const YarnScaling yarn{factor, original, fast, slow, rope.bool_or("truncate", true)};
+  c.inverse_frequencies = yarn_inverse_frequencies(theta, c.head_size, yarn);
 }
 
 std::vector<int64_t> read_windows(const Json& config, int64_t layers) {

@@ -43,12 +43,15 @@ void check_tensor(std::string_view name, const Tensor& tensor, at::ScalarType dt
   for (size_t i = 0; fits && i < sizes.size(); ++i) {
     fits = sizes[i] == -1 || sizes[i] == tensor.size(static_cast<int64_t>(i));
   }
-  MARROW_CHECK(fits, ExitCode::kUsage,
-               Fix("compare config.json with the weights' shapes; set train.dtype to fp32 or bf16"),
-               "{} is {} {}{} on {}; it must be contiguous {} {} on {} (-1: any size)", name, c10::toString(type),
-               c10::str(tensor.sizes()), tensor.is_contiguous() ? "" : " with gaps", tensor.device().str(),
-               dtype == kWorkingDtype ? "fp32 or bf16" : c10::toString(dtype), c10::str(sizes),
-               device.value_or(tensor.device()).str());
+  if (fits) return;
+  const std::string found = fmt::format("{} {}{} on {}", c10::toString(type), c10::str(tensor.sizes()),
+                                        tensor.is_contiguous() ? "" : " with gaps", tensor.device().str());
+  Error error(ExitCode::kUsage,
+              fmt::format("{} is {}; it must be contiguous {} {} on {} (-1: any size)", name, found,
+                          dtype == kWorkingDtype ? "fp32 or bf16" : c10::toString(dtype), c10::str(sizes),
+                          device.value_or(tensor.device()).str()),
+              Fix("compare config.json with the weights' shapes; set train.dtype to fp32 or bf16"), __FILE__, __LINE__);
+  throw error.add_tensor(fmt::format("{} {}", name, found));
 }
 
 #ifdef MARROW_CUDA

@@ -1,5 +1,7 @@
 #include "ops/qk_norm_rope.h"
 
+#include <numbers>
+
 #include "ops/cpu_math.h"
 #include "ops/op_tools.h"
 
@@ -102,6 +104,24 @@ std::vector<double> rope_inverse_frequencies(double theta, int64_t dim) {
   std::vector<double> frequencies;
   for (int64_t i = 0; i < dim; i += 2) {
     frequencies.push_back(std::pow(theta, -static_cast<double>(i) / static_cast<double>(dim)));
+  }
+  return frequencies;
+}
+
+std::vector<double> yarn_inverse_frequencies(double theta, int64_t dim, const YarnScaling& scaling) {
+  std::vector<double> frequencies = rope_inverse_frequencies(theta, dim);
+  const auto size = static_cast<double>(dim);
+  const auto pair_that_turns = [&](double times) {
+    return size * std::log(scaling.original_length / (times * 2 * std::numbers::pi)) / (2 * std::log(theta));
+  };
+  double low = pair_that_turns(scaling.beta_fast), high = pair_that_turns(scaling.beta_slow);
+  if (scaling.truncate) low = std::floor(low), high = std::ceil(high);
+  low = std::max(low, 0.0);
+  high = std::min(high, size - 1);
+  if (low == high) high += 0.001;
+  for (size_t i = 0; i < frequencies.size(); ++i) {
+    const double slowed = std::clamp((static_cast<double>(i) - low) / (high - low), 0.0, 1.0);
+    frequencies[i] *= slowed / scaling.factor + (1 - slowed);
   }
   return frequencies;
 }

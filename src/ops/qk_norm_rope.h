@@ -13,6 +13,14 @@ struct RopeTable {
 // theta^(-2i/dim), i < dim/2.
 std::vector<double> rope_inverse_frequencies(double theta, int64_t dim);
 
+// YaRN (Peng et al., arXiv 2309.00071) of such frequencies: pairs that turn more than beta_fast times over the original
+// length keep theirs, those that turn less than beta_slow times are slowed by `factor`, a ramp between.
+struct YarnScaling {
+  double factor = 1, original_length = 1, beta_fast = 32, beta_slow = 1;
+  bool truncate = true;  // the ramp's ends to whole pairs
+};
+std::vector<double> yarn_inverse_frequencies(double theta, int64_t dim, const YarnScaling& scaling);
+
 // Angles are rounded to fp32 before cos and sin, as published models were trained.
 RopeTable make_rope_table(std::span<const double> inverse_frequencies, int64_t positions, double scale,
                           at::Device device);

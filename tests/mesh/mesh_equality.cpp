@@ -62,9 +62,6 @@ std::vector<Setting> settings(int64_t world) {
       other.by_layer = mesh.dp > 1;
       other.recompute = turn % 2 == 0 ? Recompute::kCheap : Recompute::kLayer;
       list.push_back(other);
-    }
-    ++turn;
-    if (world == 2) {
       Setting latent{mesh};  // each mesh of two with another of what this family adds
       latent.family = mesh.dp > 1 ? "deepseek_v2" : "deepseek_v3";
       latent.balance = mesh.cp > 1 ? BalanceMode::kSequence : mesh.dp > 1 ? BalanceMode::kGlobal : BalanceMode::kBias;
@@ -74,6 +71,7 @@ std::vector<Setting> settings(int64_t world) {
       latent.optimizer = mesh.pp > 1 ? OptimizerName::kMuon : OptimizerName::kAdamW;
       list.push_back(latent);
     }
+    ++turn;
     // All tokens on the first experts, then on the last: most ranks have none.
     if (mesh.ep != world || world == 1) continue;
     for (const std::vector<int64_t>& experts : {std::vector<int64_t>{0, 1}, {6, 7}}) {

@@ -160,5 +160,16 @@ TEST(RmsNorm, MismatchNamesBothShapes) {
   }
 }
 
+TEST(CheckTensor, AnErrorCarriesTheTensor) {
+  try {
+    rms_norm(at::zeros({2, 3}, at::kDouble), make_parameter(at::ones({3})), 1e-6);
+    ADD_FAILURE() << "no error";
+  } catch (const Error& error) {
+    ASSERT_EQ(error.report().tensors.size(), 1U);
+    EXPECT_NE(error.report().tensors[0].find("Double [2, 3] on cpu"), std::string::npos) << error.report().tensors[0];
+    EXPECT_NE(error.to_text().find("  tensor: rms_norm: x"), std::string::npos) << error.to_text();
+  }
+}
+
 }  // namespace
 }  // namespace marrow
