@@ -4,9 +4,10 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 rm -rf bundle && mkdir -p bundle/lib bundle/bin
-for program in build-gpu/marrow build-gpu/test_* build-gpu/bench_*; do
-  [[ -x $program && -f $program ]] || continue
-  strip -o "bundle/bin/$(basename "$program")" "$program"
+# The other tests have nothing to do on a GPU.
+for name in marrow test_{ops,models,parallel,pipeline,mpi,mesh} bench_ops; do
+  program=build-gpu/$name
+  strip -o "bundle/bin/$name" "$program"
   # torch, CUDA and glibc are on the other machine; everything else comes along.
   ldd "$program" | awk '$3 ~ /^\// {print $3}' |
     grep -vE '/\.venv/|/(libc|libm|libdl|librt|libpthread|libgcc_s|ld-linux[^/]*|libcuda|libutil)\.so' |

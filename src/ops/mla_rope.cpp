@@ -130,7 +130,9 @@ std::tuple<Tensor, Tensor, Tensor> mla_rope(const Tensor& q, const Tensor& kv, c
                  Fix("lower data.seq_len to max_position_embeddings of config.json"),
                  "positions {} to {} are not within the rotary table's {} rows", *low, *high, table.cos.size(0));
   }
-  const variable_list made = forward(state, {dense_q.detach(), dense_kv.detach(), k_rope.detach().contiguous()});
+  // A copy even of a dense slice: the kernels' packs need a row that starts at a pack.
+  const Tensor dense_rope = k_rope.detach().clone(at::MemoryFormat::Contiguous);
+  const variable_list made = forward(state, {dense_q.detach(), dense_kv.detach(), dense_rope});
   const variable_list out = differentiable({dense_q, dense_kv, k_rope}, made,
                                            [state](const variable_list& d_out) { return backward(state, d_out); });
   return {out[0], out[1], out[2]};
