@@ -23,10 +23,23 @@ GROUPS = {
 }
 
 
+def gpus_present():
+    listed = subprocess.run("nvidia-smi -L", shell=True, capture_output=True, text=True).stdout
+    present = sum(line.startswith("GPU ") for line in listed.splitlines())
+    if not present:
+        sys.exit("FAIL no GPU on this machine  next: marrow doctor")
+    return present
+
+
+def make_corpus(prefix, tokens, *more):
+    if not os.path.exists(prefix + ".bin"):
+        subprocess.run([sys.executable, str(ROOT / "bench/zipf_corpus.py"), prefix, str(tokens), *more], check=True)
+
+
 def measure(gpus, settings, steps):
     options = [word for setting in settings for word in ("--set", setting)]
     command = [sys.executable, str(ROOT / "bench/train_speed.py"), MARROW, "configs/runs/gpu-30b-4layers.toml",
-               steps, *(["--processes", str(gpus)] if gpus > 1 else []), *options]
+               str(steps), *(["--processes", str(gpus)] if gpus > 1 else []), *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         print(f"{' '.join(settings)}: {(done.stderr or done.stdout).strip().splitlines()[-1]}", flush=True)
@@ -35,12 +48,8 @@ def measure(gpus, settings, steps):
 
 
 def main(steps="30"):
-    listed = subprocess.run("nvidia-smi -L", shell=True, capture_output=True, text=True).stdout
-    present = sum(line.startswith("GPU ") for line in listed.splitlines())
-    if not present:
-        sys.exit("FAIL no GPU on this machine  next: marrow doctor")
-    if not os.path.exists("/tmp/zipf.bin"):
-        subprocess.run([sys.executable, str(ROOT / "bench/zipf_corpus.py"), "/tmp/zipf", "9000000"], check=True)
+    present = gpus_present()
+    make_corpus("/tmp/zipf", 9_000_000)
     print("| run | micro_batch, settings | tokens/s | of the goal | TFLOP/s | MFU | memory of a rank | "
           "expert load, max / mean | launch → first step | loss of the last step |\n|" + "---|" * 10)
     missed = []
@@ -65,4 +74,5 @@ def main(steps="30"):
     print("PASS every group of rows reaches what it must")
 
 
-main(*sys.argv[1:])
+if __name__ == "__main__":
+    main(*sys.argv[1:])
