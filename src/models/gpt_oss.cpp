@@ -1,6 +1,7 @@
 #include "models/gpt_oss.h"
 
 #include "models/key_value_cache.h"
+#include "ops/expert_bias.h"
 #include "ops/grouped_linear.h"
 #include "ops/linear.h"
 #include "ops/qk_norm_rope.h"

@@ -43,6 +43,15 @@ struct AdamwFactors {
 void adamw_update_cuda(View master, View working, View grad, View exp_avg, View exp_avg_sq, View grad_scale,
                        const AdamwFactors& factors);
 
+// As add_expert_bias_: rows [R, N] += bias[its expert] · row_weights [R], or 1. Rows of no expert stay as they are.
+void add_expert_bias_cuda(View rows, View bias, View offsets, View row_weights);
+
+// d_row_weights[r] = Σ_n d_rows[r, n] · bias[its expert, n], 0 for a row of no expert.
+void expert_bias_row_weight_grad_cuda(View d_rows, View bias, View offsets, View d_row_weights);
+
+// grad [E, N] fp32 += the sums of the experts' rows of d_rows · row_weights (or 1), in a fixed order.
+void expert_bias_grad_cuda(View d_rows, View row_weights, View offsets, View grad);
+
 // grad[ids[t]] += d_out[t] with fp32 atomics.
 void embedding_backward_cuda(View ids, View d_out, View grad);
 
@@ -82,7 +91,7 @@ constexpr int64_t kNormPartials = 1056;
 
 struct QkNormRopeArgs {
   View qkv;                  // [T, (Hq + 2·Hkv)·D]
-  View q_norm, k_norm;       // [D]
+  View q_norm, k_norm;       // [D], none in split_and_rotate
   const float* cos;          // [P, D/2]
   const float* sin;          // [P, D/2]
   const int32_t* positions;  // [T]
@@ -98,6 +107,10 @@ void qk_norm_rope_forward_cuda(const QkNormRopeArgs& args, View q, View k);
 // [blocks, 2D] fp32, in a fixed order.
 void qk_norm_rope_backward_cuda(const QkNormRopeArgs& args, View dq, View dk, View dv, View d_qkv, View partials,
                                 View q_norm_grad, View k_norm_grad);
+
+// As split_and_rotate, without norms: qkv to q and k; and back, from dq, dk and dv to args.qkv.
+void split_and_rotate_forward_cuda(const QkNormRopeArgs& args, View q, View k);
+void split_and_rotate_backward_cuda(const QkNormRopeArgs& args, View dq, View dk, View dv);
 
 // normed = rms_norm(x), or where there is a residual of sum = x + residual, which is written too.
 void rms_norm_forward_cuda(View x, View residual, View weight, View sum, View normed, float eps);
@@ -163,5 +176,10 @@ void gather_values_cuda(View values, View index, View out);
 void swiglu_forward_cuda(View gate_up, View row_weight, View out);
 void swiglu_backward_cuda(View gate_up, View row_weight, View d_out, View d_gate_up,
                           View d_row_weight);  // or none
+
+// As clamped_swiglu: gate_up [R, 2I] in turn, row_weight [R].
+void clamped_swiglu_forward_cuda(View gate_up, View row_weight, View out, float alpha, float limit);
+void clamped_swiglu_backward_cuda(View gate_up, View row_weight, View d_out, View d_gate_up, View d_row_weight,
+                                  float alpha, float limit);
 
 }  // namespace marrow

@@ -101,32 +101,4 @@ Tensor grouped_linear(const Tensor& rows, const Parameter& weight, const Tensor&
       })[0];
 }
 
-Tensor add_expert_bias_(const Tensor& rows, const Parameter& bias, const Tensor& offsets, const Tensor& row_weights,
-                        WeightGradQueue& queue) {
-  const int64_t count = rows.size(0), experts = bias.value.size(0);
-  check_tensor(bias.name + ": rows", rows, kWorkingDtype, {-1, bias.value.size(-1)});
-  check_tensor(bias.name, bias.value, rows.scalar_type(), {-1, -1});
-  check_tensor(bias.name + ": offsets", offsets, at::kInt, {experts}, rows.device());
-  if (row_weights.defined()) check_tensor(bias.name + ": row_weights", row_weights, at::kFloat, {count});
-  const Tensor expert_of_row =
-      at::searchsorted(offsets, at::arange(count, offsets.options()), /*out_int32=*/false, /*right=*/true)
-          .clamp_max_(experts - 1);
-  const Tensor weights = row_weights.defined() ? row_weights.detach().unsqueeze(1) : Tensor();
-  Tensor out = rows.detach();
-  const Tensor added = bias.value.index_select(0, expert_of_row);
-  weights.defined() ? out.addcmul_(added, weights) : out.add_(added);
-  return differentiable({rows, row_weights}, {out}, [=, &queue](const variable_list& d_out) -> variable_list {
-    const Tensor &dy = d_out[0], &grad = bias.grad;
-    if (grad.defined() && count > 0) {
-      queue.push([=] {
-        const Tensor begins = at::cat({at::zeros({1}, offsets.options()), offsets});
-        const Tensor d_rows = weights.defined() ? dy * weights : dy.to(at::kFloat);
-        grad.add_(at::segment_reduce(d_rows, "sum", {}, {}, begins, 0, /*unsafe=*/true, 0.0));
-      });
-    }
-    if (!weights.defined()) return {dy, {}};
-    return {dy, at::sum(dy.to(at::kFloat) * bias.value.index_select(0, expert_of_row), 1)};
-  })[0];
-}
-
 }  // namespace marrow

@@ -1,4 +1,4 @@
-// One matrix product per expert, over rows sorted by expert, and a bias per expert.
+// One matrix product per expert, over rows sorted by expert.
 #pragma once
 #include "ops/parameter.h"
 
@@ -10,11 +10,5 @@ namespace marrow {
 // `input_major`: weight is [E, K, N], and out[r] = rows[r] · weight[e].
 at::Tensor grouped_linear(const at::Tensor& rows, const Parameter& weight, const at::Tensor& offsets,
                           WeightGradQueue& queue, bool input_major = false);
-
-// rows[r] += row_weights[r] · bias[e], in place: the rows are an operator's output that no backward reads. rows [R, N]
-// fp32 or bf16, bias [E, N] of the same dtype, row_weights [R] fp32, or undefined for 1. Rows from offsets[E-1] on are
-// undefined, and reach no gradient of bias, which goes through `queue`; row_weights' gradient is fp32.
-at::Tensor add_expert_bias_(const at::Tensor& rows, const Parameter& bias, const at::Tensor& offsets,
-                            const at::Tensor& row_weights, WeightGradQueue& queue);
 
 }  // namespace marrow

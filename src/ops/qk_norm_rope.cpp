@@ -89,10 +89,12 @@ Tensor value_heads(const Tensor& qkv, int64_t kv_heads, int64_t size) {
   return v;
 }
 
-// Turns the pairs (c, c + D/2) of heads [T, h, D] by cos and sin [T, D/2] fp32, into `out` of their dtype.
-void rotate_heads(const Tensor& heads, const Tensor& cos, const Tensor& sin, const Tensor& out) {
-  const int64_t half = cos.size(1);
-  const Tensor c = cos.unsqueeze(1), s = sin.unsqueeze(1);
+// Turns the pairs (c, c + D/2) of heads [T, h, D] on the CPU into `out` of their dtype; back with direction = -1.
+void rotate_heads(const Tensor& heads, const RopeTable& table, const Tensor& positions, double direction,
+                  const Tensor& out) {
+  const int64_t half = table.cos.size(1);
+  const Tensor c = table.cos.index_select(0, positions).unsqueeze(1);
+  const Tensor s = table.sin.index_select(0, positions).unsqueeze(1).mul_(direction);
   const Tensor a = in_fp32(heads.narrow(2, 0, half)), b = in_fp32(heads.narrow(2, half, half));
   out.narrow(2, 0, half).copy_(a * c - b * s);
   out.narrow(2, half, half).copy_(b * c + a * s);
@@ -197,20 +199,33 @@ std::tuple<Tensor, Tensor, Tensor> split_and_rotate(const Tensor& qkv, const Rop
   const int64_t tokens = in.size(0), size = 2 * table.cos.size(1);
   check_tensor("split_and_rotate: qkv", in, kWorkingDtype, {-1, (q_heads + 2 * kv_heads) * size});
   check_positions(table, positions, tokens, size);
-  const Tensor cos = table.cos.index_select(0, positions), sin = table.sin.index_select(0, positions);
+  const auto args_of = [=](const Tensor& x) {
+    return QkNormRopeArgs{x,        {},   {},  floats(table.cos), floats(table.sin), ints(positions), q_heads,
+                          kv_heads, size, 0.0f};
+  };
   const auto heads_of = [=](const Tensor& x) {  // q, k and v
     return x.view({tokens, q_heads + 2 * kv_heads, size}).split_with_sizes({q_heads, kv_heads, kv_heads}, 1);
   };
   const variable_list heads = heads_of(in);
   const Tensor q = at::empty(heads[0].sizes(), in.options()), k = at::empty(heads[1].sizes(), in.options());
-  rotate_heads(heads[0], cos, sin, q);
-  rotate_heads(heads[1], cos, sin, k);
   const Tensor v = value_heads(in, kv_heads, size);
+  const bool on_gpu = in.is_cuda() && tokens > 0;
+  if (on_gpu) {
+    MARROW_CUDA_CALL(split_and_rotate_forward_cuda(args_of(in), q, k));
+  } else {
+    rotate_heads(heads[0], table, positions, 1, q);
+    rotate_heads(heads[1], table, positions, 1, k);
+  }
   const variable_list outputs =
       differentiable({qkv}, {q, k, v}, [=, sizes = in.sizes().vec()](const variable_list& d_out) -> variable_list {
         const Tensor d_qkv = at::empty(sizes, d_out[0].options());
+        if (on_gpu) {
+          MARROW_CUDA_CALL(split_and_rotate_backward_cuda(args_of(d_qkv), d_out[0].contiguous(), d_out[1].contiguous(),
+                                                          d_out[2].contiguous()));
+          return {d_qkv};
+        }
         const variable_list d_heads = heads_of(d_qkv);
-        for (const int i : {0, 1}) rotate_heads(d_out[i], cos, sin.neg(), d_heads[i]);
+        for (const int i : {0, 1}) rotate_heads(d_out[i], table, positions, -1, d_heads[i]);
         d_heads[2].copy_(d_out[2]);
         return {d_qkv};
       });

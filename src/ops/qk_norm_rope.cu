@@ -197,6 +197,50 @@ void dispatch(const QkNormRopeArgs& args, const Launch& launch, const Views&... 
   MARROW_CUDA_CHECK(cudaGetLastError());
 }
 
+// A block a token; a thread turns packs of pairs (c, c + half), backward those of dq and dk by the negative angle.
+template <typename T, int kWidth, bool kBackward>
+__global__ void rotate_kernel(const __grid_constant__ QkNormRopeArgs args, T* q, T* k, const T* dv) {
+  const int64_t token = blockIdx.x, size = args.head_size, half = size / 2, packs = half / kWidth;
+  const int64_t heads = args.q_heads + args.kv_heads;
+  T* row = static_cast<T*>(args.qkv.data) + token * (heads + args.kv_heads) * size;
+  for (int64_t i = threadIdx.x; i < heads * packs; i += blockDim.x) {
+    const int64_t head = i / packs, c = i % packs * kWidth;
+    T* wide = row + head * size + c;
+    T* own = c + (head < args.q_heads ? q + (token * args.q_heads + head) * size
+                                      : k + (token * args.kv_heads + head - args.q_heads) * size);
+    const T* from = kBackward ? own : wide;
+    T* to = kBackward ? wide : own;
+    float a[kWidth], b[kWidth], cos[kWidth], sin[kWidth];
+    load_pack<kWidth>(from, a);
+    load_pack<kWidth>(from + half, b);
+    load_pack<kWidth>(args.cos + args.positions[token] * half + c, cos);
+    load_pack<kWidth>(args.sin + args.positions[token] * half + c, sin);
+    for (int j = 0; j < kWidth; ++j) {
+      const float x = a[j], y = b[j], s = kBackward ? -sin[j] : sin[j];
+      a[j] = x * cos[j] - y * s;
+      b[j] = y * cos[j] + x * s;
+    }
+    store_pack<kWidth>(to, a);
+    store_pack<kWidth>(to + half, b);
+  }
+  if constexpr (kBackward) {
+    for (int64_t i = threadIdx.x * kWidth; i < args.kv_heads * size; i += blockDim.x * kWidth) {
+      float value[kWidth];
+      load_pack<kWidth>(dv + token * args.kv_heads * size + i, value);
+      store_pack<kWidth>(row + heads * size + i, value);
+    }
+  }
+}
+
+template <bool kBackward>
+void rotate(const QkNormRopeArgs& args, View q, View k, View dv) {
+  const bool packs =
+      in_packs(args.head_size / 2, args.qkv, q, k, dv) && aligned_to(args.cos, 16) && aligned_to(args.sin, 16);
+  launch_packs(args.qkv.bf16, packs, [&]<typename T, int kWidth>() {
+    rotate_kernel<T, kWidth, kBackward><<<blocks_for(args.qkv.rows, 1), 256, 0, current_stream()>>>(args, q, k, dv);
+  });
+}
+
 }  // namespace
 
 void qk_norm_rope_forward_cuda(const QkNormRopeArgs& args, View q, View k) {
@@ -223,6 +267,12 @@ void qk_norm_rope_backward_cuda(const QkNormRopeArgs& args, View dq, View dk, Vi
   if (k_norm_grad.defined()) {
     launch_add_column_sums(sums + size, partials.rows, 2 * size, size, k_norm_grad);
   }
+}
+
+void split_and_rotate_forward_cuda(const QkNormRopeArgs& args, View q, View k) { rotate<false>(args, q, k, {}); }
+
+void split_and_rotate_backward_cuda(const QkNormRopeArgs& args, View dq, View dk, View dv) {
+  rotate<true>(args, dq, dk, dv);
 }
 
 }  // namespace marrow

@@ -85,18 +85,7 @@ Tensor backward(const Tensor& gate_up, const Tensor& row_weight, const Tensor& d
   return d32.to(gate_up.scalar_type());
 }
 
-// Calls work(rows [n, 2I] fp32, their weights [n, 1], first, n) for all rows, in parts of bounded size.
-template <typename Work>
-void for_parts(const Tensor& gate_up, const Tensor& row_weight, const Work& work) {
-  constexpr int64_t kElements = int64_t{1} << 25;
-  const int64_t rows = gate_up.size(0), step = std::max<int64_t>(1, kElements / std::max<int64_t>(1, gate_up.size(1)));
-  for (int64_t first = 0; first < rows; first += step) {
-    const int64_t n = std::min(step, rows - first);
-    work(gate_up.narrow(0, first, n).to(at::kFloat), row_weight.narrow(0, first, n).unsqueeze(1), first, n);
-  }
-}
-
-// The factors of a part: clamped gate, sigmoid(alpha · gate), and clamped up plus 1.
+// GPT-OSS' factors on the CPU, fp32: clamped gate, sigmoid(alpha · gate), and clamped up plus 1.
 struct ClampedParts {
   Tensor gate, sigmoid, up;
   ClampedParts(const Tensor& gate_up, double alpha, double limit)
@@ -105,31 +94,43 @@ struct ClampedParts {
         up(gate_up.slice(1, 1, {}, 2).clamp(-limit, limit).add_(1.0)) {}
 };
 
+Tensor clamped_forward(const Tensor& gate_up, const Tensor& row_weight, double alpha, double limit) {
+  const Tensor out = at::empty({gate_up.size(0), gate_up.size(1) / 2}, gate_up.options());
+  if (out.numel() > 0 && out.is_cuda()) {
+    MARROW_CUDA_CALL(clamped_swiglu_forward_cuda(gate_up, row_weight, out, float(alpha), float(limit)));
+    return out;
+  }
+  const ClampedParts of(gate_up.to(at::kFloat), alpha, limit);
+  return of.gate.mul(of.sigmoid).mul_(of.up).mul_(row_weight.unsqueeze(1)).to(out.scalar_type());
+}
+
+// → gradients of gate_up and row_weight.
+variable_list clamped_backward(const Tensor& gate_up, const Tensor& row_weight, const Tensor& d_out, double alpha,
+                               double limit) {
+  const Tensor d_gate_up = at::empty_like(gate_up), d_weight = at::zeros_like(row_weight);
+  if (d_out.numel() > 0 && d_out.is_cuda()) {
+    MARROW_CUDA_CALL(
+        clamped_swiglu_backward_cuda(gate_up, row_weight, d_out, d_gate_up, d_weight, float(alpha), float(limit)));
+    return {d_gate_up, d_weight};
+  }
+  const Tensor x = gate_up.to(at::kFloat), d = d_out.to(at::kFloat), d_weighted = d * row_weight.unsqueeze(1);
+  const ClampedParts of(x, alpha, limit);
+  const Tensor glu = of.gate * of.sigmoid, slope = of.sigmoid * (1 + alpha * of.gate * (1 - of.sigmoid));
+  d_gate_up.slice(1, 0, {}, 2).copy_(d_weighted * of.up * slope * x.slice(1, 0, {}, 2).le(limit));
+  d_gate_up.slice(1, 1, {}, 2).copy_(d_weighted * glu * x.slice(1, 1, {}, 2).abs().le(limit));
+  return {d_gate_up, (d * glu).mul_(of.up).sum(1)};
+}
+
 }  // namespace
 
 Tensor clamped_swiglu(const Tensor& gate_up, const Tensor& row_weight, double alpha, double limit) {
   const Tensor x = gate_up.detach(), weights = row_weight.detach();
   check_tensor("clamped_swiglu: gate_up", x, kWorkingDtype, {-1, gate_up.size(-1) / 2 * 2});
   check_tensor("clamped_swiglu: row_weight", weights, at::kFloat, {gate_up.size(0)});
-  Tensor out = at::empty({x.size(0), x.size(1) / 2}, x.options());
-  for_parts(x, weights, [&](const Tensor& part, const Tensor& weight, int64_t first, int64_t n) {
-    const ClampedParts of(part, alpha, limit);
-    out.narrow(0, first, n).copy_(of.gate.mul(of.sigmoid).mul_(of.up).mul_(weight));
-  });
-  return differentiable({gate_up, row_weight}, {out}, [=](const variable_list& d_out) -> variable_list {
-    const Tensor d_x = at::empty_like(x), d_weights = at::empty_like(weights);
-    for_parts(x, weights, [&](const Tensor& part, const Tensor& weight, int64_t first, int64_t n) {
-      const ClampedParts of(part, alpha, limit);
-      const Tensor d = d_out[0].narrow(0, first, n).to(at::kFloat), glu = of.gate * of.sigmoid;
-      d_weights.narrow(0, first, n).copy_((d * glu).mul_(of.up).sum(1));
-      const Tensor d_weighted = d * weight, up = part.slice(1, 1, {}, 2);
-      const Tensor slope = of.sigmoid * (1 + alpha * of.gate * (1 - of.sigmoid));
-      const Tensor d_part = d_x.narrow(0, first, n);
-      d_part.slice(1, 0, {}, 2).copy_(d_weighted * of.up * slope * part.slice(1, 0, {}, 2).le(limit));
-      d_part.slice(1, 1, {}, 2).copy_(d_weighted * glu * up.abs().le(limit));
-    });
-    return {d_x, d_weights};
-  })[0];
+  return differentiable({gate_up, row_weight}, {clamped_forward(x, weights, alpha, limit)},
+                        [=](const variable_list& d_out) -> variable_list {
+                          return clamped_backward(x, weights, d_out[0].contiguous(), alpha, limit);
+                        })[0];
 }
 
 Tensor swiglu(const Tensor& gate_up, const Tensor& row_weight) {

@@ -53,6 +53,54 @@ __global__ void backward_kernel(const T* gate_up, const float* row_weight, const
   if (threadIdx.x == 0) d_row_weight[row] = dot;
 }
 
+// GPT-OSS: gate and up side by side. Comparisons let NaN through, unlike fminf.
+struct Clamp {
+  float alpha, limit;
+  __device__ float gate(float x) const { return x > limit ? limit : x; }
+  __device__ float up(float x) const { return (x > limit ? limit : x < -limit ? -limit : x) + 1.0f; }
+};
+
+template <typename T, int kWidth>
+__global__ void clamped_forward(const T* gate_up, const float* row_weight, T* out, int64_t rows, int64_t width,
+                                Clamp clamp) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.y;
+  if (row >= rows) return;
+  const float weight = row_weight[row];
+  for (int64_t c = threadIdx.x * kWidth; c < width; c += 32 * kWidth) {
+    float pairs[2 * kWidth], result[kWidth];
+    load_pack<2 * kWidth>(gate_up + 2 * (row * width + c), pairs);
+    for (int j = 0; j < kWidth; ++j) {
+      const float gate = clamp.gate(pairs[2 * j]);
+      result[j] = gate * sigmoid(clamp.alpha * gate) * clamp.up(pairs[2 * j + 1]) * weight;
+    }
+    store_pack<kWidth>(out + row * width + c, result);
+  }
+}
+
+template <typename T, int kWidth>
+__global__ void clamped_backward(const T* gate_up, const float* row_weight, const T* d_out, T* d_gate_up,
+                                 float* d_row_weight, int64_t rows, int64_t width, Clamp clamp) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.y;
+  if (row >= rows) return;
+  const float weight = row_weight[row];
+  float dot = 0;
+  for (int64_t c = threadIdx.x * kWidth; c < width; c += 32 * kWidth) {
+    float pairs[2 * kWidth], grad[kWidth];
+    load_pack<2 * kWidth>(gate_up + 2 * (row * width + c), pairs);
+    load_pack<kWidth>(d_out + row * width + c, grad);
+    for (int j = 0; j < kWidth; ++j) {
+      const float gate = clamp.gate(pairs[2 * j]), up = clamp.up(pairs[2 * j + 1]);
+      const float s = sigmoid(clamp.alpha * gate), glu = gate * s, d = grad[j] * weight;
+      dot += grad[j] * glu * up;
+      pairs[2 * j] = pairs[2 * j] > clamp.limit ? 0.0f : d * up * s * (1.0f + clamp.alpha * gate * (1.0f - s));
+      pairs[2 * j + 1] = fabsf(pairs[2 * j + 1]) > clamp.limit ? 0.0f : d * glu;
+    }
+    store_pack<2 * kWidth>(d_gate_up + 2 * (row * width + c), pairs);
+  }
+  dot = lane_sum<32>(dot);
+  if (threadIdx.x == 0) d_row_weight[row] = dot;
+}
+
 }  // namespace
 
 void swiglu_forward_cuda(View gate_up, View row_weight, View out) {
@@ -68,6 +116,21 @@ void swiglu_backward_cuda(View gate_up, View row_weight, View d_out, View d_gate
   launch_packs(d_out.bf16, packs, [&]<typename T, int kWidth>() {
     backward_kernel<T, kWidth><<<blocks_for(d_out.rows, kWarps), dim3(32, kWarps), 0, current_stream()>>>(
         gate_up, row_weight, d_out, d_gate_up, d_row_weight, d_out.rows, d_out.width);
+  });
+}
+
+void clamped_swiglu_forward_cuda(View gate_up, View row_weight, View out, float alpha, float limit) {
+  launch_packs(out.bf16, in_packs(out.width, gate_up, out), [&]<typename T, int kWidth>() {
+    clamped_forward<T, kWidth><<<blocks_for(out.rows, kWarps), dim3(32, kWarps), 0, current_stream()>>>(
+        gate_up, row_weight, out, out.rows, out.width, Clamp{alpha, limit});
+  });
+}
+
+void clamped_swiglu_backward_cuda(View gate_up, View row_weight, View d_out, View d_gate_up, View d_row_weight,
+                                  float alpha, float limit) {
+  launch_packs(d_out.bf16, in_packs(d_out.width, gate_up, d_out, d_gate_up), [&]<typename T, int kWidth>() {
+    clamped_backward<T, kWidth><<<blocks_for(d_out.rows, kWarps), dim3(32, kWarps), 0, current_stream()>>>(
+        gate_up, row_weight, d_out, d_gate_up, d_row_weight, d_out.rows, d_out.width, Clamp{alpha, limit});
   });
 }
 
