@@ -1,0 +1,105 @@
+#!/usr/bin/env bash
+# Full-size models on 4 or 8 GPUs of one host: bench/full_size.sh GROUP [OUT_FOLDER]; each group takes under 10 minutes and
+# writes OUT_FOLDER/NAME.json a run. On a machine with the bundle, or with $MARROW and its libraries at hand.
+#   estimate          no GPU: the memory of every run below; FAIL where one does not fit
+#   natural, forced   8 GPUs: Qwen3-30B-A3B with 48 layers on ep 8, pp 2 x ep 4, pp 4 x ep 2, dp 8 by layers
+#   muon              the same with Muon, natural routing
+#   families          8 GPUs, ep 8: DeepSeek-V2-Lite, Moonlight-16B-A3B, GPT-OSS-20B
+#   four              4 GPUs, Qwen3 with 16 layers: pp 2 x ep 2 and cp 4 at 131,072 tokens, and the same on 1 and 2
+#   loss              8 GPUs: 50 steps of 8 layers on each mesh against one GPU
+set -uo pipefail
+cd "$(dirname "$(dirname "$(readlink -f "$0")")")"
+group=${1:-} out=${2:-full-size-results}
+RUN=configs/runs/gpu-30b-4layers.toml
+MESHES=("ep8 mesh.ep=8" "pp2-ep4 mesh.pp=2 mesh.ep=4" "pp4-ep2 mesh.pp=4 mesh.ep=2"
+  'dp8-layer mesh.dp=8 mesh.shard="layer"')
+fail() { echo "FAIL $1  next: $2"; exit 1; }
+if [[ $group != estimate ]]; then
+  export BUNDLE=$PWD/bundle
+  source bundle/tools/gpu_env.sh
+  [[ -f /tmp/zipf100k.bin ]] || "$PYTHON" bench/zipf_corpus.py /tmp/zipf100k 9000000 100000
+fi
+MARROW=${MARROW:-bundle/bin/marrow} PYTHON=${PYTHON:-python3}
+missed=0
+mkdir -p "$out"
+
+layers_of() {  # MODEL LAYERS: the path of its config with the first layers alone, and room for long sequences
+  local path=/tmp/$1-$2layers.json
+  sed -E "s/(\"num_hidden_layers\": *)[0-9]+/\1$2/; s/(\"max_position_embeddings\": *)[0-9]+/\1262144/" \
+    "configs/models/$1.json" > "$path"
+  echo "$path"
+}
+# measure NAME PROCESSES STEPS MODEL_CONFIG KEY=VALUE…
+measure() {
+  local name=$1 processes=$2 steps=$3 settings=() done_with=0
+  for setting in "model.config=\"$4\"" 'data.train=["/tmp/zipf100k"]' train.micro_batch=1 "${@:5}"; do
+    settings+=(--set "$setting")
+  done
+  ((processes > 1)) && settings=(--processes "$processes" "${settings[@]}")
+  if [[ $group == estimate ]]; then
+    "$MARROW" estimate "$RUN" "${settings[@]}" --json > "$out/$name.estimate.json" &&
+      "$PYTHON" - "$name" "$out/$name.estimate.json" <<'PYTHON' || missed=$((missed + 1))
+import json, sys
+said = json.load(open(sys.argv[2]))
+most = max(rank["total"] for rank in said["ranks"]) / 1e9
+print(f"| {sys.argv[1]} | {len(said['ranks'])} | {most:.1f} GB |")
+sys.exit(not said["fits"] or most > 139 * 1.0737)
+PYTHON
+    return
+  fi
+  {
+    CUDA_VISIBLE_DEVICES=$(seq -s , 0 $((processes - 1))) timeout 200 \
+      "$PYTHON" bench/train_speed.py "$MARROW" "$RUN" "$steps" "${settings[@]}" > "$out/$name.json"
+  } || done_with=$?
+  ((done_with == 0)) || missed=$((missed + 1))
+  echo "$name: exit $done_with, $(head -c 400 "$out/$name.json")"
+}
+every_mesh() {  # PREFIX STEPS MODEL_CONFIG KEY=VALUE…
+  local mesh words
+  for mesh in "${MESHES[@]}"; do
+    read -ra words <<< "$mesh"
+    measure "$1-${words[0]}" 8 "$2" "$3" "${words[@]:1}" "${@:4}"
+  done
+}
+natural() { every_mesh qwen3-natural 8 configs/models/qwen3-30b-a3b.json train.global_batch=128; }
+forced() { every_mesh qwen3-forced 8 configs/models/qwen3-30b-a3b.json train.global_batch=128 router.forced=true; }
+muon() { every_mesh qwen3-muon 8 configs/models/qwen3-30b-a3b.json train.global_batch=128 'optimizer.name="muon"'; }
+families() {
+  for model in deepseek-v2-lite moonlight-16b-a3b gpt-oss-20b; do
+    measure "$model-ep8" 8 8 "configs/models/$model.json" mesh.ep=8 train.global_batch=128
+  done
+}
+four() {
+  local qwen3
+  qwen3=$(layers_of qwen3-30b-a3b 16)
+  measure four-pp2-ep2 4 8 "$qwen3" mesh.pp=2 mesh.ep=2 train.global_batch=64
+  measure two-ep2 2 6 "$(layers_of qwen3-30b-a3b 8)" mesh.ep=2 train.global_batch=32
+  measure one 1 6 "$(layers_of qwen3-30b-a3b 4)" train.global_batch=16
+  measure four-cp4-128k 4 6 "$(layers_of qwen3-30b-a3b 8)" mesh.cp=4 data.seq_len=131072 train.global_batch=2
+  measure two-cp2-64k 2 6 "$(layers_of qwen3-30b-a3b 8)" mesh.cp=2 data.seq_len=65536 train.global_batch=2
+  measure one-32k 1 6 "$(layers_of qwen3-30b-a3b 4)" data.seq_len=32768 train.global_batch=2
+}
+loss() {
+  local model
+  model=$(layers_of qwen3-30b-a3b 8)
+  measure loss-one 1 50 "$model" train.global_batch=16
+  every_mesh loss 50 "$model" train.global_batch=16
+  [[ $group == estimate ]] || "$PYTHON" - "$out" <<'PYTHON' || missed=$((missed + 1))
+import glob, json, sys
+read = lambda path: json.load(open(path))["losses"][:50]
+one, worst = read(f"{sys.argv[1]}/loss-one.json"), 0.0
+for path in sorted(glob.glob(f"{sys.argv[1]}/loss-*.json")):
+    apart = max(abs(a - b) / b for a, b in zip(read(path), one))
+    worst = max(worst, apart)
+    print(f"{path}: at most {apart:.2e} of one GPU's loss apart")
+sys.exit(worst > 1e-2)
+PYTHON
+}
+
+case $group in
+  natural | forced | muon | families | four | loss) "$group" ;;
+  estimate) natural; forced; muon; families; four; loss ;;
+  *) fail "no group '$group'" "bench/full_size.sh estimate" ;;
+esac
+((missed == 0)) || fail "$missed runs" "see $out/"
+echo "PASS $group: $out/"
