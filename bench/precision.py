@@ -1,0 +1,53 @@
+"""`./dev bench precision`: a lower precision trains like fp32. precision.py [STEPS] [LAST] [DTYPE] [AGAINST]
+
+The quickstart's model on real text (this Python's own sources), 64 sequences a step, AdamW, on this machine's GPU, or on
+the CPU without one: STEPS (200) steps in each dtype (bf16 against fp32). Fails where the mean losses of the LAST (50) steps
+are more than 0.5 % apart. $MARROW is the binary.
+"""
+import json
+import os
+import statistics
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+MARROW = os.environ.get("MARROW", str(ROOT / "build/marrow"))
+CORPUS, LIMIT = "/tmp/marrow-precision", 0.005
+
+
+def marrow(*words):
+    done = subprocess.run([MARROW, *map(str, words)], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"FAIL marrow {words[0]}: {done.stderr[-2000:]}  next: marrow {words[0]} --help")
+
+
+def losses(dtype, steps):
+    folder = f"/tmp/marrow-precision-{dtype}-{os.getpid()}"
+    device = "gpu" if os.path.exists("/dev/nvidia0") else "cpu"
+    settings = [f'data.train=["{CORPUS}"]', f'data.validation=["{CORPUS}"]', f"data.validate_every={steps}", "data.validate_sequences=64",
+                f"train.steps={steps}", "train.global_batch=64",
+                f'train.device="{device}"', f'train.dtype="{dtype}"', 'optimizer.name="adamw"', "optimizer.lr=2e-3",
+                f"optimizer.decay_steps={steps // 5}", f'log.dir="{folder}"', f'checkpoint.dir="{folder}/checkpoints"']
+    marrow("pretrain", "configs/runs/quickstart.toml", *(word for s in settings for word in ("--set", s)))
+    lines = map(json.loads, Path(f"{folder}/metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def main(steps="200", last="50", low="bf16", high="fp32"):
+    sources = [path for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")) if path.stat().st_size > 5000]
+    marrow("tokenize", "--tokenizer", "bytes", "--output", CORPUS, "--overwrite", "--on-error", "skip",
+           *(word for path in sources for word in ("--input", path)))
+    runs = {dtype: losses(dtype, int(steps)) for dtype in (high, low)}
+    means = {dtype: statistics.mean(run[-int(last):]) for dtype, run in runs.items()}
+    apart = abs(means[low] - means[high]) / means[high]
+    print(f"loss of step 1, mean of the last {last} of {steps}: " +
+          ", ".join(f"{dtype} {runs[dtype][0]:.5f}, {means[dtype]:.5f}" for dtype in runs) + f"; {100 * apart:.3f} % apart")
+    if not apart <= LIMIT or not means[high] < runs[high][0] - 1:
+        sys.exit(f"FAIL at most {100 * LIMIT} % is allowed, and both must learn  next: test_ops on this machine")
+    print(f"PASS {low} trains like {high}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
