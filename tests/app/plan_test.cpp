@@ -96,6 +96,7 @@ TEST_F(PlanTest, ATracedRunWritesItsTimelineAndItIsDrawn) {
   EXPECT_EQ(run("plan tiny.toml --output plan.svg --times ."), 2);
   EXPECT_NE(err().find("holds no timeline-STEP-rank-RANK.json"), std::string::npos) << err();
   ASSERT_EQ(run("pretrain tiny.toml --processes 2"), 0) << err();
+  EXPECT_EQ(err().find("ERROR"), std::string::npos) << err();
 
   // Inputs come from the outputs of other actions, and a rank does one action at a time.
   const PipelineShape shape{PipelineSchedule::kDualPipeV, 2};
