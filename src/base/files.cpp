@@ -69,13 +69,14 @@ std::string read_text_file(const std::string& path, ExitCode code) {
 }
 
 void write_text_file_atomically(const std::string& path, std::string_view text) {
-  write_and_sync(path + ".tmp", text);
+  write_and_sync(temporary_path(path), text);
   rename_temporary(path);
 }
 
 void rename_temporary(const std::string& path) {
-  MARROW_CHECK(std::rename((path + ".tmp").c_str(), path.c_str()) == 0, ExitCode::kDeviceFault,
-               Fix("check the folder's permissions"), "cannot rename {0}.tmp to {0}: {1}", path, std::strerror(errno));
+  MARROW_CHECK(std::rename(temporary_path(path).c_str(), path.c_str()) == 0, ExitCode::kDeviceFault,
+               Fix("check the folder's permissions"), "cannot rename {} to {}: {}", temporary_path(path), path,
+               std::strerror(errno));
   fsync_folder(folder_of(path));
 }
 
@@ -148,7 +149,7 @@ void OutputFile::sync() { check(fsync(fileno(file_.get())) == 0, "flush"); }
 void OutputFile::close() { check(std::fclose(file_.release()) == 0, "close"); }
 
 std::string staging_path(const std::string& folder) {
-  return folder_of(folder) + "/." + without_slash(folder).filename().string() + ".tmp";
+  return temporary_path(folder_of(folder) + "/." + without_slash(folder).filename().string());
 }
 
 StagedFolder::StagedFolder(const std::string& folder, int64_t bytes_wanted)

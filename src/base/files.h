@@ -26,9 +26,11 @@ struct SideFile {
 // The whole file as text. A missing file is an error with `code`.
 std::string read_text_file(const std::string& path, ExitCode code = ExitCode::kBadInput);
 
-// Writes `text` to PATH.tmp, flushes it and renames it.
+// Where a file is written before it is complete: beside it, under a name that is no user's.
+inline std::string temporary_path(const std::string& path) { return path + ".marrow-tmp"; }
+// Writes `text` to the temporary path, flushes it and renames it.
 void write_text_file_atomically(const std::string& path, std::string_view text);
-// PATH.tmp to PATH, in a way that survives a power cut.
+// From the temporary path to PATH, in a way that survives a power cut.
 void rename_temporary(const std::string& path);
 
 // Bytes that an unprivileged process can still write where `path` is or will be.
@@ -76,7 +78,7 @@ class OutputFile {
   int64_t position_ = 0;
 };
 
-// Where the contents of `folder` are written before they are complete: its sibling ".NAME.tmp".
+// Where the contents of `folder` are written before they are complete: its sibling ".NAME.marrow-tmp".
 std::string staging_path(const std::string& folder);
 
 // The staging folder of `folder`, empty, made anew over any left by a process that was killed. Removed by the

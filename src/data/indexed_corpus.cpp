@@ -82,16 +82,16 @@ CorpusWriter::CorpusWriter(std::string prefix, CorpusInfo info, bool overwrite)
                  Fix("add --overwrite to replace it, or choose another --output"), "output {}{} exists already",
                  prefix_, suffix);
   }
-  lock_.emplace(prefix_ + ".bin.tmp", Fix("wait for the other run, or choose another --output"));
-  bin_.emplace(prefix_ + ".bin.tmp");
-  idx_.emplace(prefix_ + ".idx.tmp");
+  lock_.emplace(temporary_path(prefix_ + ".bin"), Fix("wait for the other run, or choose another --output"));
+  bin_.emplace(temporary_path(prefix_ + ".bin"));
+  idx_.emplace(temporary_path(prefix_ + ".idx"));
   idx_->append(std::string(kIndexHeaderBytes, '\0'));  // finish() fills it in
 }
 
 CorpusWriter::~CorpusWriter() {
   if (!lock_) return;  // finished, or never begun
-  std::remove((prefix_ + ".idx.tmp").c_str());
-  std::remove((prefix_ + ".bin.tmp").c_str());
+  std::remove(temporary_path(prefix_ + ".idx").c_str());
+  std::remove(temporary_path(prefix_ + ".bin").c_str());
 }
 
 void CorpusWriter::append(std::span<const int32_t> ids, std::span<const int32_t> lengths) {
@@ -111,7 +111,7 @@ void CorpusWriter::append(std::span<const int32_t> ids, std::span<const int32_t>
 
 // Offsets and document indices follow from the lengths, which are read back from the file.
 void CorpusWriter::write_index_tail() {
-  const MappedFile index(prefix_ + ".idx.tmp");
+  const MappedFile index(temporary_path(prefix_ + ".idx"));
   const std::span<const std::byte> bytes = index.bytes();
   std::vector<int64_t> buffer;
   const auto put = [&](int64_t value, bool last = false) {

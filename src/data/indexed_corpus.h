@@ -28,7 +28,7 @@ struct CorpusInfo {
 // Megatron's dtype code for ids below `vocab_size`: 8 (uint16) up to 65,536 ids, else 4 (int32).
 uint8_t corpus_dtype_code(int64_t vocab_size);
 
-// Writes a corpus under temporary names (PREFIX.bin.tmp, PREFIX.idx.tmp) that become PREFIX.* in finish(); before that,
+// Writes a corpus under temporary names (temporary_path) that become PREFIX.* in finish(); before that,
 // nothing under the final names changes. Memory does not grow with the corpus.
 class CorpusWriter {
  public:

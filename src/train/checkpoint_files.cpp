@@ -281,7 +281,7 @@ void remove_stale_staging(const std::string& dir) {
   std::error_code ignored;
   for (const auto& entry : fs::directory_iterator(dir)) {
     const std::string name = entry.path().filename().string();
-    if (name.starts_with(".step-") && name.ends_with(".tmp")) fs::remove_all(entry.path(), ignored);
+    if (name.starts_with(".step-") && name.ends_with(temporary_path(""))) fs::remove_all(entry.path(), ignored);
   }
 }
 

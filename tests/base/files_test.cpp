@@ -21,6 +21,8 @@ class FilesTest : public ::testing::Test {
 
 TEST_F(FilesTest, StagedFolderAppearsWholeOrNotAtAll) {
   const std::string target = folder_ + "/made/target";
+  fs::create_directories(folder_ + "/made/.target.tmp");  // a user's, as are these
+  for (const char* own : {"/made/target.tmp", "/made/file.tmp"}) write_text_file_atomically(folder_ + own, "mine");
   {
     StagedFolder staged(target, 10);
     staged.write_text("a.txt", "one");
@@ -40,6 +42,9 @@ TEST_F(FilesTest, StagedFolderAppearsWholeOrNotAtAll) {
   EXPECT_FALSE(fs::exists(target + "/a.txt"));
   EXPECT_EQ(read_text_file(target + "/b.txt"), "three");
   EXPECT_FALSE(fs::exists(staging_path(target)));
+  write_text_file_atomically(folder_ + "/made/file", "four");
+  for (const char* own : {"/made/target.tmp", "/made/file.tmp"}) EXPECT_EQ(read_text_file(folder_ + own), "mine");
+  EXPECT_TRUE(fs::exists(folder_ + "/made/.target.tmp"));
   EXPECT_THROW(check_output_is_new(target, "--output"), Error);
   EXPECT_NO_THROW(check_output_is_new(folder_ + "/new", "--output"));
 }

@@ -97,8 +97,8 @@ TEST_F(IndexedCorpusTest, ExistingOutputIsKept) {
     expect_contains(busy.what, {"another run", prefix});
   }
   EXPECT_EQ(read_bytes(prefix + ".bin"), before);
-  EXPECT_FALSE(std::filesystem::exists(prefix + ".bin.tmp"));
-  EXPECT_FALSE(std::filesystem::exists(prefix + ".idx.tmp"));
+  EXPECT_FALSE(std::filesystem::exists(prefix + ".bin.marrow-tmp"));
+  EXPECT_FALSE(std::filesystem::exists(prefix + ".idx.marrow-tmp"));
 }
 
 TEST_F(IndexedCorpusTest, MissingFilesAreUsageErrors) {

@@ -103,7 +103,7 @@ TEST_F(TokenizeCorpusTest, StopsAtTheFirstFaultInFileOrder) {
     EXPECT_EQ(report.code, ExitCode::kBadInput);
     expect_contains(report.what, {path("in/lines.jsonl") + ":8: not JSON"});
     expect_contains(report.fix, {"--on-error skip"});
-    for (const char* suffix : {".bin", ".idx", ".json", ".bin.tmp", ".idx.tmp"}) {
+    for (const char* suffix : {".bin", ".idx", ".json", ".bin.marrow-tmp", ".idx.marrow-tmp"}) {
       EXPECT_FALSE(std::filesystem::exists(path("c") + suffix)) << suffix;
     }
   }
@@ -151,7 +151,7 @@ TEST_F(TokenizeCorpusTest, OverwriteAndInterrupt) {
   wanted.stop = [] { return true; };
   expect_contains(error_of([&] { run(wanted); }).what, {"interrupted"});
   EXPECT_EQ(read_bytes(path("c.bin")), before);
-  EXPECT_FALSE(std::filesystem::exists(path("c.bin.tmp")));
+  EXPECT_FALSE(std::filesystem::exists(path("c.bin.marrow-tmp")));
 
   wanted.stop = {};
   EXPECT_EQ(run(wanted).tokens, 7);
@@ -182,7 +182,7 @@ TEST_F(TokenizeCorpusTest, KilledRunsLeaveNoCorpus) {
     int status = 0;
     waitpid(child, &status, 0);
     killed += WIFSIGNALED(status);
-    midway += std::filesystem::exists(path("c.bin.tmp"));
+    midway += std::filesystem::exists(path("c.bin.marrow-tmp"));
     if (std::filesystem::exists(path("c.idx"))) {
       EXPECT_EQ(IndexedCorpus(path("c")).documents(), 3195);  // all of it
     }
@@ -204,7 +204,7 @@ TEST_F(TokenizeCorpusTest, AFullDiskLeavesNothing) {
     try {
       run(options("c"));
     } catch (const Error& error) {
-      const bool told = error.report().what.find(path("c.bin.tmp")) != std::string::npos;
+      const bool told = error.report().what.find(path("c.bin.marrow-tmp")) != std::string::npos;
       _exit(told && error.report().code == ExitCode::kDeviceFault ? 0 : 2);
     }
     _exit(3);

@@ -141,12 +141,12 @@ TEST(CheckpointTest, KeepsTheNewestAndClearsLeftovers) {
   const ToyModel toy;
   const TemporaryFolder folder;
   CheckpointWriterOptions options = options_for(folder);
-  fs::create_directories(options.dir + "/.step-00000009.tmp/x");
+  fs::create_directories(options.dir + "/.step-00000009.marrow-tmp/x");
   fs::create_directories(step_folder(options.dir, 1));  // never marked complete
   options.keep = 0;
   for (const int64_t step : {2, 3, 4}) save_one(toy, options, step);
   EXPECT_EQ(step_folders(options.dir).size(), 3u);
-  EXPECT_FALSE(fs::exists(options.dir + "/.step-00000009.tmp"));
+  EXPECT_FALSE(fs::exists(options.dir + "/.step-00000009.marrow-tmp"));
   options.keep = 1;
   save_one(toy, options, 5);
   EXPECT_EQ(step_folders(options.dir), std::vector<std::string>{step_folder(options.dir, 5)});
@@ -355,7 +355,7 @@ TEST(CheckpointTest, AFullDiskLeavesEarlierCheckpointsAlone) {
     {
       CheckpointWriter writer(options, toy.entries, log);
       const FileSizeLimit limit(10'000);
-      expect_error(ExitCode::kDeviceFault, {".step-00000002.tmp", "bytes"}, [&] {
+      expect_error(ExitCode::kDeviceFault, {".step-00000002.marrow-tmp", "bytes"}, [&] {
         writer.save(toy_content(toy, owned[0], 2));
         writer.finish();
       });
