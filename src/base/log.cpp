@@ -18,7 +18,12 @@ void Logger::open_file(const std::string& path) {
                "cannot open {}: {}", path, std::strerror(errno));
 }
 
+bool Logger::silent_for(double seconds) const {
+  return !quiet_ && std::chrono::duration<double>(std::chrono::steady_clock::now() - last_).count() >= seconds;
+}
+
 void Logger::write(std::string_view line) {
+  last_ = std::chrono::steady_clock::now();
   if (!quiet_) fmt::print(stderr, "{}{}\n", std::exchange(progress_shown_, false) ? "\n" : "", line);
   if (!file_) return;
   const std::time_t now = std::time(nullptr);
@@ -34,6 +39,7 @@ void Logger::warn(std::string_view line) {
 
 void Logger::progress(std::string_view line) {
   if (quiet_) return;
+  last_ = std::chrono::steady_clock::now();
   static const bool terminal = isatty(STDERR_FILENO) == 1;
   fmt::print(stderr, "{}{}{}", terminal ? "\r\033[K" : "", line, terminal ? "" : "\n");
   progress_shown_ = terminal;

@@ -252,7 +252,7 @@ std::vector<Key> all_keys(PretrainConfig& config) {
       flag("checkpoint.async", checkpoint.async, "write while training goes on"),
       flag("checkpoint.resume", checkpoint.resume, "from the newest complete one in dir"),
       text("log.dir", log.dir, "default: runs/ + the config file's name"),
-      integer("log.every", log.every, "steps between console lines", 1),
+      integer("log.every", log.every, "steps between console lines; one at least every 30 s", 1),
       list("log.trace", log.trace, "steps from 1", "steps to trace", step),
       flag("log.memory_trace", log.memory_trace, "record allocations of the traced steps"),
       real("log.watchdog_seconds", log.watchdog_seconds, "a collective that takes longer ends the run", kAboveZero),

@@ -13,6 +13,7 @@
 namespace marrow {
 namespace {
 
+constexpr double kLongestSilence = 30;  // seconds, on the console
 constexpr double kHopperPeakTflops = 989.0;  // dense bf16, by the vendor's data sheet
 
 // "parameters 18.7 GB, gradients 12.5 GB, optimizer states 24.9 GB"
@@ -372,7 +373,14 @@ PretrainLoop::PendingStep PretrainLoop::launch_step(int64_t step, ActionTimer* t
   executor_->take_rows_sent();  // a validation's
   tracker_->begin_step({sequences * config_.data.seq_len, sequences, micro_batches * mesh_.data_ranks()});
   executor_->train(
-      micro_batches, [&](int64_t index) { return load_micro_batch(index); },
+      micro_batches,
+      [&](int64_t index) {
+        if (logger_.silent_for(kLongestSilence)) {
+          logger_.progress(
+              fmt::format("step {}/{}  micro-batch {} of {}", step, config_.train.steps, index + 1, micro_batches));
+        }
+        return load_micro_batch(index);
+      },
       targets > 0 ? 1.0 / static_cast<double>(targets) : 0.0, loss_sum, timer);
   const at::Tensor sums = at::full({2}, stop_->requested() ? 1.0 : 0.0, fp64);  // who asks to stop, rows sent
   sums[1].fill_(static_cast<double>(executor_->take_rows_sent()));
@@ -414,7 +422,7 @@ void PretrainLoop::report(PendingStep pending) {
   metrics.peak_memory_bytes = peak_memory_bytes(device_);
   last_report_ = now;
   if (metrics_) metrics_->write(metrics);
-  if (metrics_ && pending.step % config_.log.every == 0) {
+  if (metrics_ && (pending.step % config_.log.every == 0 || logger_.silent_for(kLongestSilence))) {
     logger_.progress(console_line(metrics, config_.train.steps));
   }
   check_finite(pending.step, metrics.loss, metrics.grad_norm);

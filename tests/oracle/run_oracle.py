@@ -351,14 +351,39 @@ def evaluation_shows_progress():
     check(marrow(*words, "--json").stderr == "", "but not under --json")
 
 
+def long_step():
+    """A run that has been stopped for a while in the middle of a step, at the end of whose silence it says where it is."""
+    log = open(WORK / "long-step.txt", "w")
+    run = subprocess.Popen([MARROW, "pretrain", toml("long-step", train__global_batch=2**20, log__every=1000)],
+                           stdout=subprocess.DEVNULL, stderr=log)
+    while not (WORK / "long-step/run.toml").exists():
+        time.sleep(0.05)
+    run.send_signal(signal.SIGSTOP)
+    return run, time.time()
+
+
+def long_steps_are_told(run, since):
+    time.sleep(max(0, since + 30 - time.time()))
+    run.send_signal(signal.SIGCONT)
+    text = ""
+    while "step 1/20  micro-batch " not in text and time.time() < since + 200:
+        time.sleep(0.2)
+        text = (WORK / "long-step.txt").read_text()
+    run.kill()
+    run.wait()
+    check(text.startswith("step 1/20  micro-batch ") and " of 524288\n" in text, f"progress of a long step: {text}")
+
+
 def main():
     make_corpus()
+    stopped_run = long_step()
     for case in (resume_is_exact, layouts_agree, recomputation_changes_no_bit, signals_save, damage_is_passed_over, full_disk, divergence, changed_runs,
                  new_runs_keep_apart, small_updates_survive, bad_models, odd_words_and_files, masks_drop_targets,
                  evaluation_shows_progress, odd_entries_are_damage):
         start = time.time()
         case()
         print(f"{case.__name__}: {time.time() - start:.1f} s", flush=True)
+    long_steps_are_told(*stopped_run)
     shutil.rmtree(WORK)
     print(f"PASS {checks} checks")
 
