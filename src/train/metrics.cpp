@@ -96,7 +96,13 @@ void read_metrics(const std::string& path, const std::function<void(const std::s
   int64_t number = 1;
   for (size_t start = 0, end; (end = text.find('\n', start)) != std::string::npos; start = end + 1) {
     const std::string line = text.substr(start, end - start + 1);
-    visit(line, Json::parse(line, fmt::format("{}:{}", path, number++)));
+    try {
+      visit(line, Json::parse(line, fmt::format("{}:{}", path, number)));
+    } catch (const Error& error) {
+      MARROW_THROW(ExitCode::kBadInput, Fix("remove that line, which no run needs: sed -i {}d {}", number, path), "{}",
+                   error.what());
+    }
+    ++number;
   }
 }
 

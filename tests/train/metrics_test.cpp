@@ -114,6 +114,22 @@ TEST_F(MetricsTest, ResumeDropsWhatComesAfterAndWhatWasCutOff) {
   EXPECT_TRUE(lines().empty());
 }
 
+TEST_F(MetricsTest, ABadLineIsNamedWithAWayOut) {
+  for (const char* bad : {"{\"step\": 2, bad}", "{\"loss\": 2.5}", "[]"}) {
+    std::filesystem::remove_all(dir_);
+    MetricsWriter(dir_, 0).write(step_metrics(1));
+    std::ofstream(dir_ + "/metrics.jsonl", std::ios::app) << bad << "\n";
+    try {
+      MetricsWriter(dir_, 4);
+      FAIL() << "accepted " << bad;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.report().code, ExitCode::kBadInput);
+      EXPECT_NE(error.report().what.find(dir_ + "/metrics.jsonl:2"), std::string::npos) << error.report().what;
+      EXPECT_NE(error.report().fix.find("sed -i 2d " + dir_ + "/metrics.jsonl"), std::string::npos);
+    }
+  }
+}
+
 TEST_F(MetricsTest, ConsoleLineHoldsLossSpeedAndTimeLeft) {
   StepMetrics m = step_metrics(10);
   m.mfu = std::nan("");
