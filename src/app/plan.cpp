@@ -45,16 +45,13 @@ std::string timeline_stem(const std::string& path) {
   return newest.substr(0, end);
 }
 
-std::vector<std::vector<TimedAction>> read_timelines(const std::string& stem, const Plan& plan, int64_t ranks) {
-  const auto path = [&](int64_t rank) { return fmt::format("{}-rank-{:04}.json", stem, rank); };
+std::vector<std::vector<TimedAction>> read_timelines(const std::string& stem, const Plan& plan,
+                                                     const PretrainConfig::MeshSizes& mesh) {
   const Fix other_run("give marrow plan the config of the run that was measured, its run.toml");
   std::vector<std::vector<TimedAction>> timelines;
-  for (int64_t rank = 0; rank <= ranks; ++rank) {
-    MARROW_CHECK(std::filesystem::exists(path(rank)) == (rank < ranks), ExitCode::kUsage, other_run,
-                 "[mesh] has {} ranks: {} is {}", ranks, path(rank), rank < ranks ? "missing" : "too many");
-  }
-  for (int64_t rank = 0; rank < ranks; ++rank) {
-    timelines.push_back(read_timeline(path(rank)));
+  for (int64_t rank = 0; rank < mesh.world(); ++rank) {
+    const std::string path = fmt::format("{}-rank-{:04}.json", stem, rank);
+    timelines.push_back(read_timeline(path, mesh_text(mesh)));
     int64_t forwards = 0, outside = 0;
     for (const TimedAction& timed : timelines.back()) {
       if (timed.action.forward) ++forwards;
@@ -64,7 +61,7 @@ std::vector<std::vector<TimedAction>> read_timelines(const std::string& stem, co
     }
     const int64_t planned = plan.shape.slots() * plan.micro_batches;
     MARROW_CHECK(forwards == planned && outside == 0, ExitCode::kUsage, other_run,
-                 "{} has {} forwards, the plan {} of {} micro-batches in {} chunks", path(rank), forwards, planned,
+                 "{} has {} forwards, the plan {} of {} micro-batches in {} chunks", path, forwards, planned,
                  plan.micro_batches, plan.shape.slots());
   }
   return timelines;
@@ -80,9 +77,8 @@ Plan make_plan(const CommandLine& args) {
   plan.micro_batches = config.train.global_batch / (config.train.micro_batch * mesh.dp * mesh.ep);
   plan.layers = place_layers(plan.shape, costs);
   if (args.has("times")) {
-    const MeshShape measured{mesh.pp, mesh.dp, mesh.cp, mesh.ep};
-    plan.timeline = sum_up(read_timelines(timeline_stem(args.text("times")), plan, measured.world()));
-    for (int64_t r = 0; r < measured.world(); ++r) plan.pipeline_ranks.push_back(Mesh(measured, r).p);
+    plan.timeline = sum_up(read_timelines(timeline_stem(args.text("times")), plan, mesh));
+    for (int64_t r = 0; r < mesh.world(); ++r) plan.pipeline_ranks.push_back(Mesh(mesh, r).p);
   } else {
     plan.timeline =
         simulate_pipeline(plan.shape, plan.micro_batches, all_pipeline_actions(plan.shape, plan.micro_batches),

@@ -3,6 +3,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <chrono>
+#include <filesystem>
 
 #include "base/json.h"
 
@@ -51,7 +52,17 @@ std::string timeline_path(const std::string& folder, int64_t step, int64_t rank)
   return fmt::format("{}/timeline-{:08}-rank-{:04}.json", folder, step, rank);
 }
 
-std::string timeline_json(const std::vector<TimedAction>& actions) {
+void remove_timelines(const std::string& folder, int64_t after_step) {
+  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+    long long step = 0;
+    const std::string name = entry.path().filename().string();
+    if (std::sscanf(name.c_str(), "timeline-%lld-rank-", &step) == 1 && step > after_step) {
+      std::filesystem::remove(entry.path());
+    }
+  }
+}
+
+std::string timeline_json(const std::vector<TimedAction>& actions, const std::string& mesh) {
   std::string list;
   for (const TimedAction& timed : actions) {
     JsonWriter json;
@@ -62,12 +73,17 @@ std::string timeline_json(const std::vector<TimedAction>& actions) {
     list += list.empty() ? "\n" : ",\n";
     list += json.field("start", timed.start, "end", timed.end).text();
   }
-  return "{\"actions\": [" + list + "\n]}\n";
+  return JsonWriter().field("mesh", mesh).raw("actions", "[" + list + "\n]").text() + "\n";
 }
 
-std::vector<TimedAction> read_timeline(const std::string& path) {
+std::vector<TimedAction> read_timeline(const std::string& path, const std::string& mesh) {
   std::vector<TimedAction> actions;
-  for (const Json& json : Json::read_file(path).at("actions").elements()) {
+  const Json file = Json::read_file(path);
+  const std::string measured = file.at("mesh").as_string();
+  MARROW_CHECK(measured == mesh, ExitCode::kUsage,
+               Fix("give marrow plan the config of the run that was measured, its run.toml"),
+               "{} is of the mesh {}, the config has {}", path, measured, mesh);
+  for (const Json& json : file.at("actions").elements()) {
     const std::string name = json.at("kind").as_string();
     const auto kind = std::ranges::find(kKinds, name, action_name);
     if (kind == std::end(kKinds)) json.at("kind").fail("unknown kind " + name, Fix("use the file as the run wrote it"));

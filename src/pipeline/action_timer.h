@@ -33,10 +33,11 @@ class ActionTimer {
   std::vector<Marks> marks_;
 };
 
-// The file of a rank and step that a traced run writes: {"actions": [{"kind": "pair", "forward": [SLOT, MICRO-BATCH],
-// "backward": [SLOT, MICRO-BATCH], "start": SECONDS, "end": SECONDS}, …]}.
+// The file of a rank and step that a traced run writes: {"mesh": "pp 2 x …", "actions": [{"kind": "pair", "forward":
+// [SLOT, MICRO-BATCH], "backward": [SLOT, MICRO-BATCH], "start": SECONDS, "end": SECONDS}, …]}.
 std::string timeline_path(const std::string& folder, int64_t step, int64_t rank);
-std::string timeline_json(const std::vector<TimedAction>& actions);
-std::vector<TimedAction> read_timeline(const std::string& path);
+void remove_timelines(const std::string& folder, int64_t after_step);  // of any rank: of a run that begins anew there
+std::string timeline_json(const std::vector<TimedAction>& actions, const std::string& mesh);
+std::vector<TimedAction> read_timeline(const std::string& path, const std::string& mesh);  // Error: of another mesh
 
 }  // namespace marrow

@@ -61,11 +61,6 @@ void check_mesh(const PretrainConfig& config) {
                "mesh.replicate {} does not divide mesh.dp {}", mesh.replicate, mesh.dp);
 }
 
-std::string mesh_text(const PretrainConfig::MeshSizes& mesh) {
-  const auto text = [](int64_t size) { return size == 0 ? "\"auto\"" : std::to_string(size); };
-  return fmt::format("pp {} x dp {} x cp {} x ep {}", text(mesh.pp), text(mesh.dp), text(mesh.cp), text(mesh.ep));
-}
-
 std::array<int64_t*, 4> sides(PretrainConfig::MeshSizes& mesh) { return {&mesh.pp, &mesh.dp, &mesh.cp, &mesh.ep}; }
 
 bool mesh_fits(const PretrainConfig& config) try {
@@ -106,6 +101,11 @@ std::string nearest_meshes(PretrainConfig config, int64_t world) {
 }
 
 }  // namespace
+
+std::string mesh_text(const PretrainConfig::MeshSizes& mesh) {
+  const auto text = [](int64_t size) { return size == 0 ? "\"auto\"" : std::to_string(size); };
+  return fmt::format("pp {} x dp {} x cp {} x ep {}", text(mesh.pp), text(mesh.dp), text(mesh.cp), text(mesh.ep));
+}
 
 void check_config(const PretrainConfig& config, bool needs_inputs) {
   const auto& [model, data, mesh, train, o, router, checkpoint, log] = config;

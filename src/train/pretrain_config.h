@@ -98,6 +98,8 @@ void resolve_mesh(PretrainConfig& config, int64_t world);
 // resolve_mesh, and what must hold between a run's config and its model.
 void check_model_fits(PretrainConfig& config, const ModelShape& shape, int64_t world);
 
+std::string mesh_text(const PretrainConfig::MeshSizes& mesh);  // "pp 2 x dp 1 x cp 1 x ep 4"
+
 // Every key with its default, valid values and meaning: `marrow pretrain --help-config`.
 std::string config_help();
 

@@ -73,6 +73,7 @@ PretrainLoop::PretrainLoop(const PretrainConfig& config, Bootstrap& bootstrap, R
   load_initial_state();
   if (mesh_.rank != 0) return;
   write_text_file_atomically(config_.log.dir + "/run.toml", to_toml(config_));
+  remove_timelines(config_.log.dir, state_.step);
   metrics_.emplace(config.log.dir, state_.step);
 }
 
@@ -336,7 +337,7 @@ PretrainLoop::PendingStep PretrainLoop::launch_traced(int64_t step) {
   const std::string path = fmt::format("{}/trace-{:08}{}.json", config_.log.dir, step, rank);
   save_trace(path);
   const std::string timeline = timeline_path(config_.log.dir, step, mesh_.rank);
-  write_text_file_atomically(timeline, timeline_json(timer.timeline()));
+  write_text_file_atomically(timeline, timeline_json(timer.timeline(), mesh_text(config_.mesh)));
   logger_.info(fmt::format("step {}: trace in {}, timeline in {}", step, path, timeline));
   return launched;
 }

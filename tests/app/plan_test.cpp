@@ -102,7 +102,7 @@ TEST_F(PlanTest, ATracedRunWritesItsTimelineAndItIsDrawn) {
   const PipelineShape shape{PipelineSchedule::kDualPipeV, 2};
   std::vector<MeasuredRank> ranks(2);
   for (int64_t rank = 0; rank < 2; ++rank) {
-    const std::vector<TimedAction> actions = read_timeline(timeline_path(dir_ + "/run", 2, rank));
+    const std::vector<TimedAction> actions = read_timeline(timeline_path(dir_ + "/run", 2, rank), "pp 2 x dp 1 x cp 1 x ep 1");
     std::vector<PipelineAction> order;
     double free = 0;
     for (const auto& [action, start, end] : actions) {
@@ -143,10 +143,18 @@ TEST_F(PlanTest, ATracedRunWritesItsTimelineAndItIsDrawn) {
     EXPECT_EQ(shapes(), actions);
     EXPECT_EQ(drawn.at("actions").as_int(), actions);
   }
-  EXPECT_EQ(run(plan + "run --set mesh.pp=1"), 2);
-  EXPECT_NE(err().find("timeline-00000002-rank-0001.json is too many"), std::string::npos) << err();
+  for (const char* other : {"run --set mesh.pp=1", "run --set mesh.cp=2", "run --set mesh.pp=1 --set mesh.cp=2"}) {
+    EXPECT_EQ(run(plan + other), 2);
+    EXPECT_NE(err().find("rank-0000.json is of the mesh pp 2 x dp 1 x cp 1 x ep 1, "), std::string::npos) << err();
+  }
   EXPECT_EQ(run(plan + "run --set train.global_batch=16"), 2);
   EXPECT_NE(err().find("has 16 forwards, the plan 32"), std::string::npos) << err();
+
+  // Anew with one rank: timelines of steps to come are not its own.
+  std::filesystem::remove_all(dir_ + "/run/checkpoints");
+  ASSERT_EQ(run("pretrain tiny.toml --set mesh.pp=1 --set log.trace=[1]"), 0) << err();
+  EXPECT_EQ(run(plan + "run"), 0) << err();
+  EXPECT_FALSE(std::filesystem::exists(timeline_path(dir_ + "/run", 1, 1)));
 }
 
 TEST_F(PlanTest, RefusesWhatCannotBe) {
