@@ -75,6 +75,11 @@ Plan make_plan(const CommandLine& args) {
   Plan plan;
   plan.shape = {mesh.schedule, mesh.pp};
   plan.micro_batches = config.train.global_batch / (config.train.micro_batch * mesh.dp * mesh.ep);
+  MARROW_CHECK(plan.micro_batches * mesh.pp <= 1 << 16, ExitCode::kUsage,
+               Fix("set train.global_batch to {}: further micro-batches repeat the middle",
+                   4 * mesh.pp * config.train.micro_batch * mesh.dp * mesh.ep),
+               "a picture of {} micro-batches on {} pipeline ranks: the most are {} in all", plan.micro_batches,
+               mesh.pp, 1 << 16);
   plan.layers = place_layers(plan.shape, costs);
   if (args.has("times")) {
     plan.timeline = sum_up(read_timelines(timeline_stem(args.text("times")), plan, mesh));

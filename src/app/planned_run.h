@@ -20,6 +20,8 @@ inline PlannedRun open_planned_run(const CommandLine& args) {
   const MeshShape& mesh = run.config.mesh;
   for (const int64_t size : {mesh.pp, mesh.dp, mesh.cp, mesh.ep}) processes *= std::max<int64_t>(1, size);
   if (args.has("processes")) processes = args.integer("processes", 1);
+  MARROW_CHECK(processes <= 1 << 16, ExitCode::kUsage, Fix("lower mesh.pp, dp, cp or ep, or --processes"),
+               "a plan of {} processes: the most are {}", processes, 1 << 16);
   check_model_fits(run.config, run.model->shape(), processes);
   return run;
 }

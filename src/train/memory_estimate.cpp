@@ -31,6 +31,7 @@ class Estimator {
     tokens_ = config.train.micro_batch * config.data.seq_len / config.mesh.cp;
     hidden_ = tokens_ * model.shape().hidden * element_;
     micro_batches_ = config.train.global_batch / (config.train.micro_batch * config.mesh.dp * config.mesh.ep);
+    walked_ = std::min(micro_batches_, 4 * config.mesh.pp + 8);  // 2 · pp fill a pipeline
     moved_ = moved_share();
     parts_.pipeline = {config.mesh.schedule, config.mesh.pp};
     parts_.chunk_layers =
@@ -58,10 +59,14 @@ class Estimator {
   double step_seconds() const {
     if (!gpu_ || element_ != 2) return 0;
     ModelCosts costs = model_costs(model_, config_.data.seq_len, tokens_, config_.mesh.ep);
-    const auto seconds = [&] {
-      return simulate_pipeline(parts_.pipeline, micro_batches_, all_pipeline_actions(parts_.pipeline, micro_batches_),
+    const auto simulated = [&](int64_t n) {
+      return simulate_pipeline(parts_.pipeline, n, all_pipeline_actions(parts_.pipeline, n),
                                estimated_times(parts_.pipeline, parts_.chunk_layers, costs, tokens_))
           .makespan;
+    };
+    const auto seconds = [&] {
+      const double walk = simulated(walked_), others = static_cast<double>(micro_batches_ - walked_);
+      return others == 0 ? walk : walk + others * (walk - simulated(walked_ - 1));
     };
     const double once = seconds();
     costs.head = 0;
@@ -116,7 +121,7 @@ class Estimator {
   // products and the gradients of their outputs, which weigh as much as what the forward had kept.
   int64_t peak_activations() const {
     std::vector<PipelineAction> actions = {{ActionKind::kForward, {0, 0}, {}}, {ActionKind::kBackward, {}, {0, 0}}};
-    if (fuses_pairs()) actions = pipeline_actions(parts_.pipeline, parts_.pipeline_rank, micro_batches_);
+    if (fuses_pairs()) actions = pipeline_actions(parts_.pipeline, parts_.pipeline_rank, walked_);
     const auto layers = [&](const PipelinePass& pass) {
       return pass ? parts_.layers(pass.slot, model_.shape()) : LayerRange{};
     };
@@ -172,6 +177,7 @@ class Estimator {
   const PretrainConfig& config_;
   bool gpu_;
   int64_t element_, tokens_, hidden_, micro_batches_;  // bytes of an element, T, bytes of [T, H], n of a rank
+  int64_t walked_;  // of these, the first so many: more change no peak, and lengthen a step evenly
   double moved_;
   ModelParts parts_;  // communicators unset
   std::vector<LayerBytes> layers_;

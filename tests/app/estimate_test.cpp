@@ -54,6 +54,17 @@ class EstimateTest : public testing::Test {
   std::string binary_, dir_;
 };
 
+TEST_F(EstimateTest, ManyMicroBatchesNeedNoWalkThroughAll) {
+  const auto with = [&](int64_t batch) {
+    return estimate({"train.micro_batch=1", "mesh.pp=2", fmt::format("train.global_batch={}", batch)});
+  };
+  const RunEstimate fewer = with(14), few = with(16), huge = with(1 << 24);
+  for (size_t rank = 0; rank < 2; ++rank) EXPECT_EQ(huge.ranks[rank].activations, few.ranks[rank].activations);
+  const double longer = 0.5 * (few.step_seconds - fewer.step_seconds) * ((1 << 24) - 16);
+  EXPECT_GT(longer, 0);
+  EXPECT_NEAR(huge.step_seconds, few.step_seconds + longer, 1e-6 * longer);
+}
+
 // "memory held by the allocator" on one H200, in docs/benchmarks.md.
 TEST_F(EstimateTest, AgreesWithMeasuredMemory) {
   const std::pair<std::vector<std::string>, double> measured[] = {
@@ -203,6 +214,8 @@ TEST_F(EstimateTest, PrintsATableAndAdviceAndRefusesNothing) {
   EXPECT_EQ(json.at("ranks").size(), 8u);
   EXPECT_FALSE(json.at("fits").as_bool());
   EXPECT_EQ(run("--set mesh.pp=5"), 2);  // 4 layers
+  EXPECT_EQ(run("--processes 1000000000000"), 2);
+  EXPECT_NE(err().find("a plan of 1000000000000 processes"), std::string::npos) << err();
   EXPECT_EQ(run("--set mesh.ep=3 --set train.global_batch=12"), 2);
   EXPECT_NE(err().find("do not divide by mesh.ep = 3"), std::string::npos) << err();
 }

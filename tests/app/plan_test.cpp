@@ -102,7 +102,8 @@ TEST_F(PlanTest, ATracedRunWritesItsTimelineAndItIsDrawn) {
   const PipelineShape shape{PipelineSchedule::kDualPipeV, 2};
   std::vector<MeasuredRank> ranks(2);
   for (int64_t rank = 0; rank < 2; ++rank) {
-    const std::vector<TimedAction> actions = read_timeline(timeline_path(dir_ + "/run", 2, rank), "pp 2 x dp 1 x cp 1 x ep 1");
+    const std::vector<TimedAction> actions =
+        read_timeline(timeline_path(dir_ + "/run", 2, rank), "pp 2 x dp 1 x cp 1 x ep 1");
     std::vector<PipelineAction> order;
     double free = 0;
     for (const auto& [action, start, end] : actions) {
@@ -166,6 +167,8 @@ TEST_F(PlanTest, RefusesWhatCannotBe) {
   EXPECT_NE(err().find("at least 2 x mesh.pp = 4 micro-batches"), std::string::npos) << err();
   EXPECT_EQ(run("plan run.toml --output p.svg --set mesh.pp=25 --set train.global_batch=50"), 2);
   EXPECT_NE(err().find("48 layers"), std::string::npos) << err();
+  EXPECT_EQ(run("plan run.toml --output p.svg --set train.global_batch=1000000"), 2);
+  EXPECT_NE(err().find("fix: set train.global_batch to 16"), std::string::npos) << err();
   EXPECT_FALSE(std::filesystem::exists(dir_ + "/p.svg"));
   EXPECT_EQ(run("plan --help"), 0);
   EXPECT_NE(out().find("example:\n  marrow plan run.toml --output plan.svg"), std::string::npos) << out();
