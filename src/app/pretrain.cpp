@@ -1,4 +1,6 @@
 // marrow pretrain: trains a model as RUN.toml says.
+#include <filesystem>
+
 #include "app/command_line.h"
 #include "app/failure.h"
 #include "app/launch.h"
@@ -14,8 +16,12 @@ PretrainConfig read_config(const CommandLine& args) {
 
 int launch(const CommandLine& args, StopSignal& stop) {
   const int64_t processes = args.integer("processes", 1, 4096);
+  MARROW_CHECK(std::filesystem::is_regular_file(args.positional()), ExitCode::kUsage,
+               Fix("write the config to a file: every rank reads it"), "{} cannot be read more than once",
+               args.positional());
   PretrainConfig config = read_config(args);
-  resolve_mesh(config, processes);
+  const auto model = open_model(Json::read_file(config.model.config, ExitCode::kUsage));
+  check_model_fits(config, model->shape(), processes);
   return launch_ranks(processes, config.log.dir, stop, [&](int64_t rank) { return Mesh(config.mesh, rank).text(); });
 }
 

@@ -63,8 +63,8 @@ void check_mesh(const PretrainConfig& config) {
 
 std::array<int64_t*, 4> sides(PretrainConfig::MeshSizes& mesh) { return {&mesh.pp, &mesh.dp, &mesh.cp, &mesh.ep}; }
 
-bool mesh_fits(const PretrainConfig& config) try {
-  check_mesh(config);
+bool mesh_fits(PretrainConfig config, int64_t world) try {
+  resolve_mesh(config, world);
   return true;
 } catch (const Error&) {
   return false;
@@ -95,9 +95,20 @@ std::string nearest_meshes(PretrainConfig config, int64_t world) {
   std::vector<std::string> texts;
   for (auto it = candidates.begin(); it != candidates.end() && texts.size() < 3; ++it) {
     for (size_t side = 0; side < 4; ++side) *sides(config.mesh)[side] = it->second[side];
-    if (mesh_fits(config)) texts.push_back(mesh_text(config.mesh));
+    if (mesh_fits(config, world)) texts.push_back(mesh_text(config.mesh));
   }
   return fmt::format("{}", fmt::join(texts, ", or "));
+}
+
+// "1 or 2, ": the divisors of `experts` that go with the batch sizes and the number of processes, if any does.
+std::string expert_ranks(const PretrainConfig& config, int64_t experts, int64_t world) {
+  std::vector<int64_t> fitting;
+  for (int64_t n = 1; n <= experts; ++n) {
+    PretrainConfig changed = config;
+    changed.mesh.ep = n;
+    if (experts % n == 0 && mesh_fits(changed, world)) fitting.push_back(n);
+  }
+  return fmt::format("{}{}", fmt::join(fitting, " or "), fitting.empty() ? "" : ", ");
 }
 
 }  // namespace
@@ -108,7 +119,7 @@ std::string mesh_text(const PretrainConfig::MeshSizes& mesh) {
 }
 
 void check_config(const PretrainConfig& config, bool needs_inputs) {
-  const auto& [model, data, mesh, train, o, router, checkpoint, log] = config;
+  const auto& [model, data, mesh, train, o, router, checkpoint, log, origin] = config;
   MARROW_CHECK(!data.train.empty(), ExitCode::kUsage, Fix("name at least one corpus: data.train = [\"data/corpus\"]"),
                "data.train is an empty list");
   MARROW_CHECK(data.validate_every == 0 || !data.validation.empty(), ExitCode::kUsage,
@@ -129,8 +140,6 @@ void check_config(const PretrainConfig& config, bool needs_inputs) {
                Fix("set optimizer.schedule to \"wsd\" or \"cosine\", or leave out decay_steps"),
                "optimizer.decay_steps {} has no meaning with optimizer.schedule \"constant\"", o.decay_steps);
 
-  check_mesh(config);
-
   MARROW_CHECK(std::filesystem::is_regular_file(model.config), ExitCode::kUsage,
                Fix("set model.config to a config.json; configs/models has some"), "model.config: {} is no file",
                json_quote(model.config));
@@ -142,7 +151,14 @@ void check_config(const PretrainConfig& config, bool needs_inputs) {
   for (const std::string& prefix : data.validation) check_corpus_exists(prefix, "data.validation");
 }
 
-void check_model_fits(PretrainConfig& config, const ModelShape& shape, int64_t world) {
+Error& locate(Error& error, const PretrainConfig& config) {
+  for (const auto& [key, place] : config.origin.places) {
+    if (error.report().what.find(key) != std::string::npos) error.add_who(fmt::format("{} at {}", key, place));
+  }
+  return error.add_who("config " + config.origin.path);
+}
+
+void check_model_fits(PretrainConfig& config, const ModelShape& shape, int64_t world) try {
   MARROW_CHECK(config.data.seq_len <= shape.max_position, ExitCode::kUsage,
                Fix("lower data.seq_len, or raise max_position_embeddings in the model's config"),
                "data.seq_len = {} exceeds the model's max_position_embeddings = {}", config.data.seq_len,
@@ -152,7 +168,8 @@ void check_model_fits(PretrainConfig& config, const ModelShape& shape, int64_t w
                "router.balance = \"bias\": this family's format cannot store a selection bias");
   const auto check_mesh_sizes = [&] {
     const int64_t ep = std::max<int64_t>(config.mesh.ep, 1);
-    MARROW_CHECK(shape.experts % ep == 0, ExitCode::kUsage, Fix("set mesh.ep to a divisor of {}", shape.experts),
+    MARROW_CHECK(shape.experts % ep == 0, ExitCode::kUsage,
+                 Fix("set mesh.ep to {}a divisor of {}", expert_ranks(config, shape.experts, world), shape.experts),
                  "{} experts do not divide by mesh.ep = {}", shape.experts, ep);
     MARROW_CHECK(!shape.tied_embeddings || config.mesh.pp <= 1 || config.mesh.schedule == PipelineSchedule::kDualPipeV,
                  ExitCode::kUsage, Fix("set mesh.schedule = \"dualpipev\", which has embedding and head on one rank"),
@@ -161,6 +178,8 @@ void check_model_fits(PretrainConfig& config, const ModelShape& shape, int64_t w
   check_mesh_sizes();  // first what fits with no number of processes
   resolve_mesh(config, world);
   check_mesh_sizes();
+} catch (Error& error) {
+  throw locate(error, config);
 }
 
 void resolve_mesh(PretrainConfig& config, int64_t world) {

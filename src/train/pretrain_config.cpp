@@ -197,7 +197,7 @@ Key required(Key key) {
 
 // Every key of the run config, in the order in which it is written.
 std::vector<Key> all_keys(PretrainConfig& config) {
-  auto& [model, data, mesh, train, optimizer, router, checkpoint, log] = config;
+  auto& [model, data, mesh, train, optimizer, router, checkpoint, log, origin] = config;
   const auto prefix = [](std::string& element) { return text("", element, ""); };
   const auto step = [](int64_t& element) { return integer("", element, "", 1); };
   return {
@@ -340,6 +340,7 @@ PretrainConfig read_pretrain_config(const std::string& path, const std::vector<s
   for (const std::string& assignment : overrides) apply_override(tree, assignment);
   PretrainConfig config;
   const auto places = read_tree(tree, all_keys(config), path);
+  config.origin = {path, places};
   settle_automatic(config.mesh, places.contains("mesh.dp"), path);
 
   if (!places.contains("train.device")) config.train.device = have_gpu ? TrainDevice::kGpu : TrainDevice::kCpu;
@@ -353,7 +354,7 @@ PretrainConfig read_pretrain_config(const std::string& path, const std::vector<s
   try {
     check_config(config, needs_inputs);
   } catch (Error& error) {
-    throw error.add_who("config " + path);
+    throw locate(error, config);
   }
   return config;
 }

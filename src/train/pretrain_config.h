@@ -79,6 +79,10 @@ struct PretrainConfig {
     bool memory_trace = false;
     double watchdog_seconds = 600;
   } log;
+  struct Origin {
+    std::string path;                           // "run.toml"
+    std::map<std::string, std::string> places;  // of the given keys: "mesh.ep" is at "run.toml:9:6"
+  } origin;
 };
 
 // Reads `path` with `overrides` ("train.steps=10", values in TOML) applied after it. `have_gpu` resolves the defaults
@@ -87,17 +91,18 @@ struct PretrainConfig {
 PretrainConfig read_pretrain_config(const std::string& path, const std::vector<std::string>& overrides, bool have_gpu,
                                     bool needs_inputs = true);
 
-// What must hold between the keys, apart from each key's own range. Errors (kUsage) name the keys, their values and the
-// nearest ones that fit. A dimension that is still "auto" counts as 1. Without `needs_inputs` (plans) corpora and
-// init_from need not exist.
+// What must hold between the keys, apart from each key's own range and the mesh. Errors (kUsage) name the keys, their
+// values and the nearest ones that fit. Without `needs_inputs` (plans) corpora and init_from need not exist.
 void check_config(const PretrainConfig& config, bool needs_inputs = true);
 
 // Puts in the "auto" dimension and checks the mesh against the number of processes, and the batch sizes against the
 // mesh. Errors (kUsage) name the nearest sizes that fit.
 void resolve_mesh(PretrainConfig& config, int64_t world);
-// resolve_mesh, and what must hold between a run's config and its model.
+// resolve_mesh, and what must hold between a run's config and its model. Errors say where the keys stand.
 void check_model_fits(PretrainConfig& config, const ModelShape& shape, int64_t world);
 
+// With the places of the keys that the error names.
+Error& locate(Error& error, const PretrainConfig& config);
 std::string mesh_text(const PretrainConfig::MeshSizes& mesh);  // "pp 2 x dp 1 x cp 1 x ep 4"
 
 // Every key with its default, valid values and meaning: `marrow pretrain --help-config`.

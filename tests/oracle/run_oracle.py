@@ -240,12 +240,17 @@ def bad_models():
                          (dict(num_experts_per_tok=99), "num_experts_per_tok"), (dict(vocab_size=200), "vocab")):
         (WORK / "bad.json").write_text(json.dumps({k: v for k, v in (tiny | change).items() if v is not None}))
         refused(marrow("pretrain", toml("bad", config=WORK / "bad.json")), 3 if "vocab_size" in change else 2, word)
-    refused(marrow("pretrain", toml("bad", data__seq_len=10**6)), 2, "max_position_embeddings")
+    refused(marrow("pretrain", toml("bad", data__seq_len=10**6)), 2, "max_position_embeddings", "data.seq_len at ", "bad.toml:3:16")
     (WORK / "text/short.txt").write_text("too short")
     marrow("tokenize", "--tokenizer", "bytes", "--input", WORK / "text/short.txt", "--output", WORK / "short")
     refused(marrow("pretrain", toml("bad", data__train=[str(WORK / "short")])), 3, "short", "10 tokens", "seq_len")
     refused(marrow("pretrain", toml("bad", train__global_batch=5)), 2, "global_batch")
     refused(marrow("pretrain", toml("bad", mesh__ep=3, train__global_batch=6)), 2, "experts do not divide by mesh.ep = 3", "divisor of")
+    refused(marrow("pretrain", toml("bad", mesh__ep=3)), 2, "experts do not divide by mesh.ep = 3", "set mesh.ep to 1, a divisor of 8")
+    for words in ((), ("--processes", "3")):
+        refused(marrow("pretrain", toml("bad", mesh__ep=3), *words), 2, "experts do not divide", "mesh.ep at ")
+    refused(subprocess.run([MARROW, "pretrain", "/dev/stdin", "--processes", "2"], text=True, capture_output=True,
+                           input=toml("bad").read_text()), 2, "/dev/stdin", "to a file")
     refused(marrow("pretrain", toml("bad", mesh__dp=2)), 2, "mesh")
     (WORK / "tied.json").write_text(json.dumps(tiny | {"tie_word_embeddings": True}))
     refused(marrow("pretrain", toml("bad", config=WORK / "tied.json", mesh__pp=2, mesh__schedule="1f1b",

@@ -38,7 +38,9 @@ class ConfigTest : public testing::Test {
                            const std::string& fix) {
     SCOPED_TRACE(toml + fmt::format("\n{} sets", set.size()));
     try {
-      read(toml, set);
+      PretrainConfig config = read(toml, set);
+      const auto& mesh = config.mesh;
+      resolve_mesh(config, mesh.pp * std::max<int64_t>(mesh.dp, 1) * mesh.cp * mesh.ep);
       FAIL() << "no error; expected: " << what;
     } catch (const Error& error) {
       EXPECT_EQ(error.report().code, ExitCode::kUsage);
@@ -215,6 +217,27 @@ TEST_F(ConfigTest, FaultsBetweenKeys) {
       {{"mesh.pp=auto", "mesh.ep=auto"}, "2 dimensions of [mesh] are \"auto\"", "all but one"},
   };
   for (const Case& c : cases) expect_error(kFive, c.set, c.what, c.fix);
+}
+
+// Of the model's 8 experts, first of all; and what is proposed goes with the batch of 16 and the processes.
+TEST_F(ConfigTest, ExpertRanksDivideTheExperts) {
+  ModelShape shape;
+  shape.experts = 8;
+  shape.max_position = 4096;
+  for (const auto& [world, fix] : {std::pair(6, "set mesh.ep to 1 or 2, a divisor of 8"),
+                                   {3, "set mesh.ep to a divisor of 8"},
+                                   {8, "set mesh.ep to 1 or 2 or 4 or 8, a divisor of 8"}}) {
+    PretrainConfig config = read(kFive, {"mesh.ep=3", "mesh.dp=auto", fmt::format("mesh.pp={}", world == 6 ? 3 : 1),
+                                         fmt::format("train.micro_batch={}", world == 8 ? 2 : 1)});
+    try {
+      check_model_fits(config, shape, world);
+      FAIL();
+    } catch (const Error& error) {
+      EXPECT_EQ(std::string(error.what()), "8 experts do not divide by mesh.ep = 3");
+      EXPECT_EQ(error.report().fix, fix);
+      EXPECT_EQ(error.report().who, (std::vector<std::string>{"config run.toml", "mesh.ep at --set mesh.ep"}));
+    }
+  }
 }
 
 TEST_F(ConfigTest, MeshFitsTheProcesses) {
