@@ -14,9 +14,12 @@ int run_eval(const CommandLine& args) {
   InferenceModel model(args.positional(), gpu_available() && !args.flag("cpu"), args.logger());
   const int64_t longest = model.model->shape().max_position;
   const int64_t trained = model.trained_seq_len > 0 ? model.trained_seq_len : kDefaultSeqLen;
+  MARROW_CHECK(!args.has("seq-len") || args.integer("seq-len", 1) <= longest, ExitCode::kUsage,
+               Fix("give --seq-len {} or less; without it, it is {}", longest, std::min(trained, longest)),
+               "--seq-len {} exceeds the model's max_position_embeddings = {}", args.text("seq-len"), longest);
   BatchLoader::Options options;
   options.sources = {{args.text("data"), 1.0}};
-  options.seq_len = args.has("seq-len") ? args.integer("seq-len", 1, longest) : std::min(trained, longest);
+  options.seq_len = args.has("seq-len") ? args.integer("seq-len", 1) : std::min(trained, longest);
   options.vocab_size = model.model->shape().vocab;
   options.mask_documents = args.flag("mask-documents");
   options.shuffle = false;

@@ -50,12 +50,11 @@ std::string kind_of(std::string& path) {
   if (path.ends_with(".idx") || path.ends_with(".bin")) path.resize(path.size() - 4);
   if (fs::exists(path + ".idx") || fs::exists(path + ".bin")) return "corpus";
   if (path == "bytes") return "tokenizer";
-  const Fix fix("give a corpus prefix, a checkpoint, a Hugging Face folder or a tokenizer.json");
-  MARROW_CHECK(fs::exists(path), ExitCode::kUsage, fix, "{} does not exist", path);
   if (is_checkpoint_path(path)) return "checkpoint";
   if (fs::exists(path + "/config.json")) return "hf_dir";
   if (!fs::is_directory(path) || fs::exists(path + "/tokenizer.json")) return "tokenizer";
-  MARROW_THROW(ExitCode::kBadInput, fix, "{} holds no checkpoint, config.json or tokenizer.json", path);
+  MARROW_THROW(ExitCode::kUsage, Fix("give a corpus prefix, a checkpoint, a Hugging Face folder or a tokenizer.json"),
+               "{} holds no checkpoint, config.json or tokenizer.json", path);
 }
 
 int run_inspect(const CommandLine& args) {

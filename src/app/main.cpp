@@ -56,7 +56,7 @@ std::string overview(const std::vector<Subcommand>& commands) {
   }
   return out +
          "\nmarrow NAME --help prints options and an example; --json works everywhere.\n"
-         "exit codes: 0 done, 2 usage or config, 3 damaged input, 4 device or disk, 5 diverged\n";
+         "exit codes: 0 done, 2 usage, config or path, 3 damaged input, 4 device or disk, 5 diverged\n";
 }
 
 int dispatch(const std::vector<std::string>& words) {

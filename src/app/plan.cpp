@@ -130,6 +130,9 @@ std::string to_svg(const Plan& plan) {
 
 // An earlier picture may be written over, another file not.
 void check_output(const std::string& path) {
+  const std::string folder = std::filesystem::absolute(path).parent_path().string();
+  MARROW_CHECK(std::filesystem::is_directory(folder), ExitCode::kUsage, Fix("make it: mkdir -p {}", folder),
+               "--output: there is no folder {}", folder);
   if (!std::filesystem::exists(path)) return;
   MARROW_CHECK(std::filesystem::is_regular_file(path) && read_text_file(path).starts_with("<svg "), ExitCode::kUsage,
                Fix("give --output another path, or remove " + path), "{} exists and is no picture of marrow plan",

@@ -20,7 +20,7 @@ BatchLoader::BatchLoader(Options options) : options_(std::move(options)), blend_
   const IndexedCorpus* known = nullptr;  // the first whose tokenizer is known
   for (const IndexedCorpus& corpus : corpora_) {
     MARROW_CHECK(corpus.tokens() > options_.seq_len, ExitCode::kBadInput,
-                 Fix("leave it out of the config, lower data.seq_len, or tokenize more text into it"),
+                 Fix("lower data.seq_len (eval: --seq-len), tokenize more text into it, or leave it out of the config"),
                  "corpus {} has {} documents and {} tokens, too few for one sample of seq_len {} and its last target: "
                  "{} are needed",
                  corpus.prefix(), corpus.documents(), corpus.tokens(), options_.seq_len, options_.seq_len + 1);

@@ -158,13 +158,21 @@ std::optional<Checkpoint> newest_checkpoint(const std::string& dir, Logger& log,
 }
 
 bool is_checkpoint_path(const std::string& path) {
+  if (!fs::exists(path)) {
+    const std::vector<std::string> beside = step_folders(fs::absolute(path).parent_path().string());
+    const auto whole =
+        std::ranges::find_if(beside, [](const auto& f) { return fs::exists(f + "/" + kCompleteMarker); });
+    const std::string near = whole == beside.end() ? "" : ": the newest one beside it is " + *whole;
+    MARROW_THROW(ExitCode::kUsage, Fix("give a checkpoint, a run's folder or a Hugging Face folder{}", near),
+                 "{} does not exist", path);
+  }
   return fs::exists(path + "/" + kTrainerState) || fs::exists(path + "/" + kCompleteMarker) ||
          !step_folders(path).empty() || !step_folders(path + "/checkpoints").empty();
 }
 
 Checkpoint open_checkpoint(const std::string& path, Logger& log) {
-  MARROW_CHECK(fs::is_directory(path), ExitCode::kUsage, Fix("check the path"), "{} is no folder, so no checkpoint",
-               path);
+  MARROW_CHECK(is_checkpoint_path(path), ExitCode::kUsage, Fix("give a run's folder, or one of its checkpoints"),
+               "{} holds no checkpoint", path);
   for (const std::string& dir : {path, path + "/checkpoints"}) {
     if (step_folders(dir).empty()) continue;
     std::optional<Checkpoint> newest = newest_checkpoint(dir, log, {.optimizer = false});

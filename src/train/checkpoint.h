@@ -82,7 +82,8 @@ class Checkpoint {
 std::optional<Checkpoint> newest_checkpoint(const std::string& dir, Logger& log, const ContentCheck& check = {});
 // `path` itself where it is a checkpoint, else the newest one in it or in its checkpoints/.
 Checkpoint open_checkpoint(const std::string& path, Logger& log);
-// Is `path` meant as a checkpoint (or holds some), rather than a Hugging Face folder?
+// Is `path` meant as a checkpoint (or holds some), rather than a Hugging Face folder? Error (kUsage) where nothing is
+// there; its fix names the newest complete checkpoint beside it.
 bool is_checkpoint_path(const std::string& path);
 
 }  // namespace marrow

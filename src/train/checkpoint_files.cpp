@@ -12,6 +12,7 @@ namespace {
 
 constexpr int64_t kWriteElements = int64_t{1} << 26, kCheckBytes = int64_t{1} << 24;
 constexpr const char* kReadyNote = "ready";
+constexpr int64_t kFormat = 3;
 
 std::string written_note(int64_t rank) { return fmt::format("rank-{:05}.written", rank); }
 
@@ -176,7 +177,7 @@ void CheckpointFiles::publish(const std::vector<SideFile>& side_files, int64_t r
     staging_->write_text(file.name, file.text);
     list(file.name, static_cast<int64_t>(file.text.size()), range_checksum(std::as_bytes(std::span(file.text)), 0));
   }
-  const std::string marker = JsonWriter().field("format", 3).raw("files", files.text()).text() + "\n";
+  const std::string marker = JsonWriter().field("format", kFormat).raw("files", files.text()).text() + "\n";
   // In place of an older checkpoint of the same step the marker comes along with the rename, so
   // that there is no moment without a complete one.
   const bool replaces = fs::exists(folder_);
@@ -211,9 +212,10 @@ void check_complete(const std::string& folder) {
                Fix("use another checkpoint; this one's save was interrupted"),
                "{} is no complete checkpoint: it has no file {}", folder, kCompleteMarker);
   const Json text = Json::read_file(marker);
-  if (text.at("format").as_int() != 3) {
-    text.fail("unknown format", Fix("use a checkpoint of this version of marrow, or import its export"));
-  }
+  const int64_t format = text.at("format").as_int();
+  MARROW_CHECK(format == kFormat, ExitCode::kBadInput,
+               Fix("marrow export by the version that saved it, marrow import by this one (keeps the weights alone)"),
+               "{}: format {}, this version of marrow reads {}", marker, format, kFormat);
   for (const auto& [name, file] : text.at("files").items()) {
     const fs::path path = fs::path(folder) / name;
     const bool is_file = fs::is_regular_file(path, unread);

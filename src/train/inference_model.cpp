@@ -16,7 +16,7 @@ InferenceModel::InferenceModel(const std::string& path, bool use_gpu, Logger& lo
   } else {
     tokenizer_hash = marrow::tokenizer_hash(folder);
   }
-  model = open_model(Json::read_file(folder + "/config.json"));
+  model = open_model(Json::read_file(folder + "/config.json", ExitCode::kUsage));
   ParameterStore::Options options;
   options.device = device;
   options.working_dtype = use_gpu ? at::kBFloat16 : at::kFloat;

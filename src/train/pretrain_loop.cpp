@@ -275,7 +275,7 @@ void PretrainLoop::initialize_from(const std::string& path) {
     check_same_tokenizer(path, checkpoint.state().tokenizer_hash, "data.train", loader_->tokenizer_hash());
     folder = checkpoint.folder();
   }
-  check_same_model(Json::read_file(folder + "/config.json"),
+  check_same_model(Json::read_file(folder + "/config.json", ExitCode::kUsage),
                    Json::parse(model_config_text_, config_.model.config, ExitCode::kUsage));
   load_weights(*model_, folder, *store_, tracker_->bias());
   logger_.info(fmt::format("initial weights from {}", path));

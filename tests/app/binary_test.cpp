@@ -105,7 +105,7 @@ TEST_F(BinaryTest, InspectTellsWhatAPathIs) {
   EXPECT_EQ(tokenizer.at("kind").as_string(), "tokenizer");
   EXPECT_EQ(tokenizer.at("vocab_size").as_int(), 257);
   std::filesystem::create_directories(dir_ + "/empty");
-  EXPECT_EQ(run("inspect empty").code, 3);
+  EXPECT_EQ(run("inspect empty").code, 2);
 }
 
 }  // namespace

@@ -148,7 +148,26 @@ def damage_is_passed_over():
     done = marrow("pretrain", path)
     check(done.returncode == 0 and "step-00000020" in done.stderr and "step-00000015" in done.stderr,
           f"the damaged one is named, the previous one used: {done.stderr[-500:]}")
-    refused(marrow("eval", newest.parent / "step-00000010" / "config.json", "--data", WORK / "corpus"), 3)
+    refused(marrow("eval", newest.parent / "step-00000010" / "config.json", "--data", WORK / "corpus"), 2)
+
+def paths_of_no_such_thing():
+    """2 where nothing is at a path, or not what the command takes; 3 where a file is damaged."""
+    newest = WORK / "damage/checkpoints/step-00000020"
+    (newest.parent / "step-00000099").mkdir()
+    for command in (("eval", "--data", WORK / "corpus"), ("export", "--output", WORK / "never"), ("generate", "--prompt", "a"),
+                    ("inspect",)):
+        missing = marrow(command[0], newest.parent / "step-00000042", *command[1:])
+        refused(missing, 2, "step-00000042 does not exist", "fix: the newest one there is", "step-00000020")
+        for odd in (WORK / "text", WORK / "corpus.json"):  # no model at all; inspect takes a file as a tokenizer.json
+            if command[0] != "inspect" or odd.is_dir():
+                refused(marrow(command[0], odd, *command[1:]), 2)
+    refused(marrow("import", WORK / "text", "--output", WORK / "never"), 2)
+    refused(marrow("report", WORK / "text"), 2)
+    refused(marrow("plan", WORK / "damage.toml", "--output", WORK / "nowhere/plan.svg"), 2, "mkdir -p")
+    refused(marrow("eval", newest, "--data", WORK / "corpus", "--seq-len", "99999"), 2, "max_position_embeddings", "or less")
+    marker = newest / "COMPLETE"
+    marker.write_text(marker.read_text().replace('"format": 3', '"format": 9'))
+    refused(marrow("eval", newest, "--data", WORK / "corpus"), 3, "format 9", "reads 3", "marrow import")
 
 
 def full_disk():
@@ -382,7 +401,7 @@ def long_steps_are_told(run, since):
 def main():
     make_corpus()
     stopped_run = long_step()
-    for case in (resume_is_exact, layouts_agree, recomputation_changes_no_bit, signals_save, damage_is_passed_over, full_disk, divergence, changed_runs,
+    for case in (resume_is_exact, layouts_agree, recomputation_changes_no_bit, signals_save, damage_is_passed_over, paths_of_no_such_thing, full_disk, divergence, changed_runs,
                  new_runs_keep_apart, small_updates_survive, bad_models, odd_words_and_files, masks_drop_targets,
                  evaluation_shows_progress, odd_entries_are_damage):
         start = time.time()
