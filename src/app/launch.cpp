@@ -20,6 +20,8 @@
 namespace marrow {
 namespace {
 
+constexpr double kLeastStart = 20;  // seconds: the programs load, on busy cores
+
 std::vector<std::string> mpirun_command(int64_t processes) {
   std::vector<std::string> words = {"mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"};
   // One machine: no other transport, no remote shell. Before it kills, mpirun sleeps for the whole
@@ -95,9 +97,11 @@ class ErrorFilter {
     if (!pending_.empty()) line(std::exchange(pending_, "") + "\n");
   }
   const std::string& kept_back() const { return kept_back_; }
+  int64_t started() const { return started_; }  // ranks that have come through MPI_Init
 
  private:
   void line(const std::string& text) {
+    if (text == kStartedLine) return void(++started_);
     const bool rule = text.size() > 60 && text.find_first_not_of("-\n") == std::string::npos;
     if (rule) inside_ = !inside_;
     const bool from_mpirun = rule || inside_ || text.find("] PMIX ERROR:") != std::string::npos ||
@@ -109,6 +113,7 @@ class ErrorFilter {
     }
   }
   bool inside_ = false;
+  int64_t started_ = 0;
   std::string pending_, kept_back_;
 };
 
@@ -119,8 +124,24 @@ int64_t rank_in(const std::string& text) {
   return at == std::string::npos ? -1 : std::atoll(text.c_str() + at + kPhrase.size());
 }
 
-// Until `child` has ended; returns its status, of waitpid.
-int supervise(pid_t child, int descriptor, StopSignal& stop, ErrorFilter& filter) {
+// Ends the ranks, and by that mpirun. Returns those that were stopped: the others wait for them in MPI_Init.
+std::vector<int64_t> end_ranks(pid_t mpirun) {
+  std::vector<int64_t> stopped;
+  const std::vector<pid_t> ranks = children_of(mpirun);
+  for (const pid_t rank : ranks) {
+    constexpr std::string_view kRank = "OMPI_COMM_WORLD_RANK=";
+    std::ifstream file(fmt::format("/proc/{}/environ", rank));
+    for (std::string variable; process_state(rank) == 'T' && std::getline(file, variable, '\0');) {
+      if (variable.starts_with(kRank)) stopped.push_back(std::stoll(variable.substr(kRank.size())));
+    }
+    kill(rank, SIGKILL);
+  }
+  if (ranks.empty()) kill(mpirun, SIGKILL);
+  return stopped;
+}
+
+// Until `child` has ended; returns its status, of waitpid. Calls `watch` all the time.
+int supervise(pid_t child, int descriptor, StopSignal& stop, ErrorFilter& filter, const std::function<void()>& watch) {
   int status = 0;
   std::set<pid_t> told;
   for (bool running = true; running;) {
@@ -131,6 +152,7 @@ int supervise(pid_t child, int descriptor, StopSignal& stop, ErrorFilter& filter
     for (ssize_t got = 0; (got = read(descriptor, bytes.data(), bytes.size())) > 0;) {
       filter.take({bytes.data(), static_cast<size_t>(got)});
     }
+    if (running) watch();
     if (!running || !stop.requested()) continue;
     for (const pid_t rank : children_of(child)) {
       if (!told.contains(rank) && waits_for_stop(rank) && kill(rank, SIGTERM) == 0) told.insert(rank);
@@ -144,7 +166,7 @@ int supervise(pid_t child, int descriptor, StopSignal& stop, ErrorFilter& filter
 
 bool launched() { return std::getenv(kLaunchedVariable) != nullptr; }
 
-int launch_ranks(int64_t processes, const std::string& run_folder, StopSignal& stop,
+int launch_ranks(int64_t processes, const std::string& run_folder, double start_seconds, StopSignal& stop,
                  const std::function<std::string(int64_t)>& rank_text) {
   const std::string launcher = fmt::format("{}-{:x}", getpid(), std::random_device()());
   std::array<int, 2> ends{};
@@ -154,8 +176,21 @@ int launch_ranks(int64_t processes, const std::string& run_folder, StopSignal& s
   const pid_t child = start_child(mpirun_command(processes), launcher, ends[1]);
   close(ends[1]);
   ErrorFilter filter;
-  const int status = supervise(child, ends[0], stop, filter);
+  using Clock = std::chrono::steady_clock;
+  const std::chrono::duration<double> seconds(std::max(start_seconds, kLeastStart));
+  const auto begin = Clock::now();
+  std::optional<std::vector<int64_t>> late;  // the start took too long: ranks that were stopped
+  const int status = supervise(child, ends[0], stop, filter, [&] {
+    if (!late && filter.started() < processes && Clock::now() - begin > seconds) late = end_ranks(child);
+  });
   close(ends[0]);
+  if (late) {
+    std::string who;
+    for (const int64_t rank : *late) who += fmt::format("; {} is stopped", rank_text(rank));
+    MARROW_THROW(ExitCode::kDeviceFault,
+                 Fix("see what stops or holds up these processes; raise log.watchdog_seconds where they are only slow"),
+                 "{} of {} ranks have started within {} s{}", filter.started(), processes, seconds.count(), who);
+  }
   const int code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
   if (code == 0) return 0;
   const FirstError first = read_first_error(run_folder, launcher);  // not that of another run

@@ -22,7 +22,8 @@ int launch(const CommandLine& args, StopSignal& stop) {
   PretrainConfig config = read_config(args);
   const auto model = open_model(Json::read_file(config.model.config, ExitCode::kUsage));
   check_model_fits(config, model->shape(), processes);
-  return launch_ranks(processes, config.log.dir, stop, [&](int64_t rank) { return Mesh(config.mesh, rank).text(); });
+  return launch_ranks(processes, config.log.dir, config.log.watchdog_seconds, stop,
+                      [&](int64_t rank) { return Mesh(config.mesh, rank).text(); });
 }
 
 int run_pretrain(const CommandLine& args) {

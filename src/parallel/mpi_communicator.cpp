@@ -149,6 +149,7 @@ class MpiBootstrap : public Bootstrap {
   MpiBootstrap() {
     int provided = 0;
     MPI_Init_thread(nullptr, nullptr, MPI_THREAD_SERIALIZED, &provided);  // it ends the process where it fails
+    if (std::getenv(kLaunchedVariable) != nullptr) std::fputs(kStartedLine, stderr);
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
     check_mpi(MPI_Comm_dup(MPI_COMM_WORLD, &comm_), "MPI_Comm_dup");
     MPI_Comm_rank(comm_, &rank_);

@@ -43,7 +43,10 @@ std::string host_identity() {
   return fmt::format("{}/{}", host.data(), space.st_ino);
 }
 
-// 'R', 'S', 'T' (stopped) …; 'X' where it is gone, also where only its exit status is left.
+std::string first_error_path(const std::string& ranks_folder) { return ranks_folder + "/first-error"; }
+
+}  // namespace
+
 char process_state(int64_t pid) {
   std::ifstream file(fmt::format("/proc/{}/stat", pid));
   const std::string text{std::istreambuf_iterator<char>(file), {}};
@@ -51,10 +54,6 @@ char process_state(int64_t pid) {
   if (name_end == std::string::npos || name_end + 2 >= text.size()) return 'X';
   return text[name_end + 2] == 'Z' ? 'X' : text[name_end + 2];
 }
-
-std::string first_error_path(const std::string& ranks_folder) { return ranks_folder + "/first-error"; }
-
-}  // namespace
 
 void OperationSlot::begin(std::string_view name, int64_t size) {
   copy_text(operation, name);

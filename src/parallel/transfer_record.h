@@ -112,5 +112,10 @@ FirstError read_first_error(const std::string& run_folder, std::string_view laun
 
 // Set in the environment of ranks by `marrow pretrain --processes`, to a text that no other launch has.
 inline constexpr const char* kLaunchedVariable = "MARROW_LAUNCHED";
+// What such a rank tells the launcher on standard error once it has come through MPI_Init.
+inline constexpr const char* kStartedLine = "marrow: this rank has started\n";
+
+// 'R', 'S', 'T' (stopped) …; 'X' where it is gone, also where only its exit status is left.
+char process_state(int64_t pid);
 
 }  // namespace marrow

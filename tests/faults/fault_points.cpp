@@ -1,6 +1,6 @@
 // marrow with one fault: MARROW_TEST_FAULT=PLACE:KIND:RANK:CALL makes rank RANK misbehave at its CALL-th call of a
-// place. PLACE: start, forward, exchange, optimizer, save. KIND: kill, stop, segfault, throw, nan (forward alone). The
-// linker renames calls of the functions below to __wrap_…, and the functions themselves to __real_….
+// place. PLACE: init, start, forward, exchange, optimizer, save. KIND: kill, stop, segfault, throw, nan (forward
+// alone). The linker renames calls of the functions below to __wrap_…, and the functions themselves to __real_….
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -95,6 +95,12 @@ void faulty_step(Optimizer* self, double rate, int64_t step, const at::Tensor& l
 }
 
 }  // namespace marrow::test
+
+extern "C" int PMPI_Init_thread(int*, char***, int, int*);
+extern "C" int MPI_Init_thread(int* count, char*** words, int required, int* provided) {
+  marrow::test::arrive("init");
+  return PMPI_Init_thread(count, words, required, provided);
+}
 
 // A rank above 0 syncs nothing but its files of a checkpoint.
 extern "C" int fsync(int file) {

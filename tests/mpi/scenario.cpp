@@ -61,7 +61,7 @@ int run_scenario(const std::vector<std::string>& words) {
   try {
     StopSignal stop;
     if (processes != words.end() && !launched()) {
-      return launch_ranks(std::stoll(processes[1]), scenario.folder, stop,
+      return launch_ranks(std::stoll(processes[1]), scenario.folder, scenario.seconds, stop,
                           [](int64_t rank) { return fmt::format("rank {}", rank); });
     }
     const std::unique_ptr<Bootstrap> bootstrap = make_bootstrap();

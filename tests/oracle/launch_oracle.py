@@ -276,9 +276,16 @@ def nan_skips_on_all():
     assert "skipped" in Path(scratch.name, "run/log-rank-0000.txt").read_text()
 
 
+def stopped_in_init():
+    # The others wait for it in MPI_Init, where no watchdog is yet.
+    code, seconds, err, _ = pretrain_with("init:stop:1:1", "log.watchdog_seconds=3")
+    assert code == 4 and seconds < 40, f"exit {code} after {seconds:.0f} s\n{err}"
+    assert "0 of 4 ranks have started within 20 s; rank 1 (pp 0, dp 0, cp 0, ep 1) is stopped" in last_error(err), err
+
+
 FAULTS = [fault(place, kind) for place in ("start", "forward", "exchange", "optimizer", "save")
           for kind in ("kill", "stop", "throw")] + [fault("forward", "segfault")]
-CASES = [*FAULTS, nan_stops_all, nan_skips_on_all, well, thrown, thrown_json, refused, killed, crashed, stopped, hung, by_signal, early_signal, launcher_killed,
+CASES = [*FAULTS, stopped_in_init, nan_stops_all, nan_skips_on_all, well, thrown, thrown_json, refused, killed, crashed, stopped, hung, by_signal, early_signal, launcher_killed,
          rank_killed_under_mpirun, thrown_under_mpirun, without_mpi, lost_world]
 
 
