@@ -26,7 +26,7 @@ std::vector<std::string> mpirun_command(int64_t processes) {
   std::vector<std::string> words = {"mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"};
   // One machine: no other transport, no remote shell. Before it kills, mpirun sleeps for the whole
   // timeout, even if all ranks are dead: a second is enough, because the ranks end themselves when one
-  // has failed, and signals that ask for a save come from this process, not from mpirun.
+  // has failed, and it sees no signal that asks for a save.
   for (const char* pair : {"pml ob1", "btl self,vader", "plm isolated", "odls_base_sigkill_timeout 1",
                            "orte_base_help_aggregate 0", "btl_vader_single_copy_mechanism none"}) {
     const std::string text = pair;
@@ -52,11 +52,14 @@ pid_t start_child(const std::vector<std::string>& words, const std::string& laun
   const pid_t child = fork();
   if (child != 0) return child;
   setpgid(0, 0);  // Ctrl-C of the terminal comes through the parent alone
-  prctl(PR_SET_PDEATHSIG, SIGTERM);
+  // A second after a SIGINT or SIGTERM mpirun would kill the ranks, in the middle of a save: as StopSignal has blocked
+  // them, it does not see them, whoever sends them. It starts the ranks with no signal blocked. This one ends it, too:
+  prctl(PR_SET_PDEATHSIG, SIGHUP);
   if (getppid() != parent) _exit(127);
-  sigset_t none;
-  sigemptyset(&none);
-  sigprocmask(SIG_SETMASK, &none, nullptr);
+  sigset_t hangup;
+  sigemptyset(&hangup);
+  sigaddset(&hangup, SIGHUP);
+  sigprocmask(SIG_UNBLOCK, &hangup, nullptr);
   dup2(pipe_end, STDERR_FILENO);
   if (const int null = open("/dev/null", O_RDONLY); null >= 0) dup2(null, STDIN_FILENO);
   execvp(arguments[0], arguments.data());
@@ -124,19 +127,19 @@ int64_t rank_in(const std::string& text) {
   return at == std::string::npos ? -1 : std::atoll(text.c_str() + at + kPhrase.size());
 }
 
-// Ends the ranks, and by that mpirun. Returns those that were stopped: the others wait for them in MPI_Init.
-std::vector<int64_t> end_ranks(pid_t mpirun) {
-  std::vector<int64_t> stopped;
-  const std::vector<pid_t> ranks = children_of(mpirun);
-  for (const pid_t rank : ranks) {
+// Ends the ranks, and by that mpirun. "; rank 3 … is stopped": those for which the others wait in MPI_Init.
+std::string end_ranks(pid_t mpirun, const std::function<std::string(int64_t)>& rank_text) {
+  std::string stopped;
+  for (const pid_t rank : children_of(mpirun)) {
     constexpr std::string_view kRank = "OMPI_COMM_WORLD_RANK=";
     std::ifstream file(fmt::format("/proc/{}/environ", rank));
     for (std::string variable; process_state(rank) == 'T' && std::getline(file, variable, '\0');) {
-      if (variable.starts_with(kRank)) stopped.push_back(std::stoll(variable.substr(kRank.size())));
+      if (!variable.starts_with(kRank)) continue;
+      stopped += fmt::format("; {} is stopped", rank_text(std::stoll(variable.substr(kRank.size()))));
     }
     kill(rank, SIGKILL);
   }
-  if (ranks.empty()) kill(mpirun, SIGKILL);
+  kill(mpirun, SIGHUP);  // it may have none yet
   return stopped;
 }
 
@@ -176,21 +179,17 @@ int launch_ranks(int64_t processes, const std::string& run_folder, double start_
   const pid_t child = start_child(mpirun_command(processes), launcher, ends[1]);
   close(ends[1]);
   ErrorFilter filter;
-  using Clock = std::chrono::steady_clock;
-  const std::chrono::duration<double> seconds(std::max(start_seconds, kLeastStart));
-  const auto begin = Clock::now();
-  std::optional<std::vector<int64_t>> late;  // the start took too long: ranks that were stopped
+  const std::chrono::duration<double> limit(std::max(start_seconds, kLeastStart));
+  const auto begin = std::chrono::steady_clock::now();
+  std::optional<std::string> late;  // the start took too long
   const int status = supervise(child, ends[0], stop, filter, [&] {
-    if (!late && filter.started() < processes && Clock::now() - begin > seconds) late = end_ranks(child);
+    const bool starting = !late && filter.started() < processes;
+    if (starting && std::chrono::steady_clock::now() - begin > limit) late = end_ranks(child, rank_text);
   });
   close(ends[0]);
-  if (late) {
-    std::string who;
-    for (const int64_t rank : *late) who += fmt::format("; {} is stopped", rank_text(rank));
-    MARROW_THROW(ExitCode::kDeviceFault,
-                 Fix("see what stops or holds up these processes; raise log.watchdog_seconds where they are only slow"),
-                 "{} of {} ranks have started within {} s{}", filter.started(), processes, seconds.count(), who);
-  }
+  MARROW_CHECK(!late, ExitCode::kDeviceFault,
+               Fix("see what stops or holds up these processes; raise log.watchdog_seconds where they are only slow"),
+               "{} of {} ranks have started within {} s{}", filter.started(), processes, limit.count(), *late);
   const int code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
   if (code == 0) return 0;
   const FirstError first = read_first_error(run_folder, launcher);  // not that of another run
@@ -207,7 +206,9 @@ int launch_ranks(int64_t processes, const std::string& run_folder, double start_
   }
   if (code >= 2 && code <= 5) return code;  // a rank told its error
   std::fputs(filter.kept_back().c_str(), stderr);
-  MARROW_THROW(ExitCode::kDeviceFault, Fix("install Open MPI (./dev setup); what mpirun said stands above"),
+  MARROW_THROW(ExitCode::kDeviceFault,
+               Fix("{}", code == 127 ? "install Open MPI: ./dev setup"
+                                     : "see what mpirun said above; started again, the run goes on from its last save"),
                "mpirun ended with exit code {}", code);
 }
 

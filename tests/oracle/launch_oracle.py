@@ -159,6 +159,21 @@ def by_signal():
         assert out == "stopped true\n" and err == "", out + err
 
 
+def signal_to_all_processes():
+    # As a service manager or batch system sends it; a step and a save take longer than mpirun's patience of a second.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        def stop_all(folder, launcher):
+            while not Path(folder, "run/ranks/rank-0003").exists():
+                time.sleep(0.05)
+            time.sleep(2)
+            for process in (*left_over(folder), launcher.pid):
+                os.kill(int(process), number)
+        code, seconds, err, scratch = pretrain_with("", "train.global_batch=512", meanwhile=stop_all)
+        lines = Path(scratch.name, "run/metrics.jsonl").read_text().splitlines()
+        assert code == 0 and len(lines) < 6 and "error" not in err, f"exit {code} after {seconds:.0f} s\n{err}"
+        assert Path(scratch.name, f"run/checkpoints/step-{len(lines):08}/COMPLETE").exists(), err
+
+
 def early_signal():
     """A signal while the ranks still start reaches them once they can take it."""
     run = Run("until-signal", 0, 30, "--processes", 2)
@@ -223,7 +238,7 @@ def lost_world():
     assert done.returncode == 2 and "MPI sees 1" in done.stderr, done.stderr
 
 
-def pretrain_with(fault, *settings, text=FAULTY_RUN):
+def pretrain_with(fault, *settings, text=FAULTY_RUN, meanwhile=None):
     """Four ranks (dp 2, ep 2) of a small run, one of them with a fault: (exit code, seconds, standard error, folder)."""
     scratch = tempfile.TemporaryDirectory(prefix="marrow-fault-")
     folder = scratch.name
@@ -235,14 +250,17 @@ def pretrain_with(fault, *settings, text=FAULTY_RUN):
     Path(folder, "run.toml").write_text(text.replace("FOLDER", folder))
     start = time.monotonic()
     options = [word for setting in settings for word in ("--set", setting)]
-    done = subprocess.run([FAULTY, "pretrain", folder + "/run.toml", "--processes", "4", *options], text=True,
-                          capture_output=True, timeout=SLOW, env={**ENVIRONMENT, "MARROW_TEST_FAULT": fault})
+    run = subprocess.Popen([FAULTY, "pretrain", folder + "/run.toml", "--processes", "4", *options], text=True,
+                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**ENVIRONMENT, "MARROW_TEST_FAULT": fault})
+    if meanwhile:
+        meanwhile(folder, run)
+    err = run.communicate(timeout=SLOW)[1]
     seconds = time.monotonic() - start
     deadline = time.monotonic() + 10
     while left_over(folder):
         assert time.monotonic() < deadline, f"{fault}: left over: {left_over(folder)}"
         time.sleep(0.05)
-    return done.returncode, seconds, done.stderr, scratch
+    return run.returncode, seconds, err, scratch
 
 
 def fault(place, kind):
@@ -285,7 +303,7 @@ def stopped_in_init():
 
 FAULTS = [fault(place, kind) for place in ("start", "forward", "exchange", "optimizer", "save")
           for kind in ("kill", "stop", "throw")] + [fault("forward", "segfault")]
-CASES = [*FAULTS, stopped_in_init, nan_stops_all, nan_skips_on_all, well, thrown, thrown_json, refused, killed, crashed, stopped, hung, by_signal, early_signal, launcher_killed,
+CASES = [*FAULTS, stopped_in_init, nan_stops_all, nan_skips_on_all, well, thrown, thrown_json, refused, killed, crashed, stopped, hung, by_signal, signal_to_all_processes, early_signal, launcher_killed,
          rank_killed_under_mpirun, thrown_under_mpirun, without_mpi, lost_world]
 
 
