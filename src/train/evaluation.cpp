@@ -10,7 +10,8 @@ MicroBatch to_micro_batch(const SequenceBatch& batch, bool mask_documents, const
 }
 
 EvaluationResult evaluate_corpus(Executor& executor, const BatchLoader& loader, at::Device device,
-                                 const EvaluationSizes& sizes, Logger& logger, const Mesh& mesh, Communicator* world) {
+                                 const EvaluationSizes& sizes, Logger& logger, const Mesh& mesh, Communicator* world,
+                                 StopSignal* stop) {
   // All ranks run equally many micro-batches of one size; sequences past the end have no target.
   const int64_t ranks = mesh.data_ranks(), size = std::min(sizes.micro_batch, (sizes.sequences + ranks - 1) / ranks);
   const int64_t unit = size * ranks;
@@ -35,8 +36,18 @@ EvaluationResult evaluate_corpus(Executor& executor, const BatchLoader& loader, 
     if (mesh.p == 0 && mesh.c == 0) targets += std::ranges::count_if(batch.targets, [](int32_t t) { return t >= 0; });
     return to_micro_batch(batch, sizes.mask_documents, mesh, device);
   };
-  at::Tensor sums = executor.evaluate(micro_batches, load);
-  sums = at::cat({sums, at::full({1}, targets, sums.options())});
+  // A pipeline is filled anew for each batch: that should take little of it.
+  const int64_t batch = stop == nullptr ? micro_batches : mesh.shape.pp == 1 ? 1 : 4 * mesh.shape.pp;
+  at::Tensor sums = at::zeros({3}, at::TensorOptions().device(device).dtype(at::kDouble));  // loss, targets, stops
+  for (int64_t first = 0; first < micro_batches; first += batch) {
+    const int64_t count = std::min(batch, micro_batches - first);
+    sums[0] += executor.evaluate(count, [&](int64_t index) { return load(first + index); })[0];
+    if (first + count == micro_batches) break;
+    sums[2].fill_(stop->requested() ? 1.0 : 0.0);
+    if (world != nullptr) world->all_reduce(sums.narrow(0, 2, 1)).wait();
+    if (sums[2].item<double>() > 0) return {.stopped = true};
+  }
+  sums[1].fill_(targets);
   if (world != nullptr) world->all_reduce(sums).wait();
   sums = sums.cpu();
   EvaluationResult result;

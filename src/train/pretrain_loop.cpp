@@ -451,7 +451,9 @@ void PretrainLoop::validate(int64_t step) {
     sizes.micro_batch = config_.train.micro_batch;
     sizes.mask_documents = config_.data.mask_documents;
     const EvaluationResult result =
-        evaluate_corpus(*executor_, loader, device_, sizes, logger_, mesh_, links_.world.get());
+        evaluate_corpus(*executor_, loader, device_, sizes, logger_, mesh_, links_.world.get(), stop_);
+    stopping_ = result.stopped;
+    if (stopping_) return;
     loss += result.loss * static_cast<double>(result.targets);
     targets += result.targets;
   }

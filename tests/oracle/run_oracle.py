@@ -139,6 +139,22 @@ def signals_save():
         check((WORK / name / f"checkpoints/step-{last:08}/COMPLETE").exists(), f"{name}: step {last} was saved")
 
 
+def signals_end_a_validation():
+    """Between its batches, on all ranks at the same one; the step before it is saved, without a validation loss."""
+    for name, words in (("validation", ()), ("validation-2", ("--processes", "2"))):
+        run = subprocess.Popen([MARROW, "pretrain", toml(name, data__validation=[str(WORK / "corpus")] * 1000,
+                                                         data__validate_every=1, data__validate_sequences=10**6,
+                                                         train__micro_batch=1), *words], stderr=subprocess.PIPE, text=True)
+        for line in run.stderr:
+            if line.startswith("evaluate "):
+                break
+        run.send_signal(signal.SIGTERM)
+        _, err = run.communicate(timeout=60)
+        check(run.returncode == 0 and "evaluate" not in err, f"{name}: exit {run.returncode}: {err}")
+        check((WORK / name / "checkpoints/step-00000001/COMPLETE").exists(), f"{name}: step 1 was saved")
+        check("validation_loss" not in (WORK / name / "metrics.jsonl").read_text(), f"{name}: no loss of a part")
+
+
 def damage_is_passed_over():
     path = toml("damage", checkpoint__every=5, checkpoint__keep=0)
     check(marrow("pretrain", path).returncode == 0, "run")
@@ -157,7 +173,7 @@ def paths_of_no_such_thing():
     for command in (("eval", "--data", WORK / "corpus"), ("export", "--output", WORK / "never"), ("generate", "--prompt", "a"),
                     ("inspect",)):
         missing = marrow(command[0], newest.parent / "step-00000042", *command[1:])
-        refused(missing, 2, "step-00000042 does not exist", "fix: the newest one there is", "step-00000020")
+        refused(missing, 2, "step-00000042 does not exist", "the newest one beside it is", "step-00000020")
         for odd in (WORK / "text", WORK / "corpus.json"):  # no model at all; inspect takes a file as a tokenizer.json
             if command[0] != "inspect" or odd.is_dir():
                 refused(marrow(command[0], odd, *command[1:]), 2)
@@ -390,18 +406,18 @@ def long_steps_are_told(run, since):
     time.sleep(max(0, since + 30 - time.time()))
     run.send_signal(signal.SIGCONT)
     text = ""
-    while "step 1/20  micro-batch " not in text and time.time() < since + 200:
+    while "step 1  micro-batch " not in text and time.time() < since + 200:
         time.sleep(0.2)
         text = (WORK / "long-step.txt").read_text()
     run.kill()
     run.wait()
-    check(text.startswith("step 1/20  micro-batch ") and " of 524288\n" in text, f"progress of a long step: {text}")
+    check(text.startswith("step 1  micro-batch ") and " of 524288\n" in text, f"progress of a long step: {text}")
 
 
 def main():
     make_corpus()
     stopped_run = long_step()
-    for case in (resume_is_exact, layouts_agree, recomputation_changes_no_bit, signals_save, damage_is_passed_over, paths_of_no_such_thing, full_disk, divergence, changed_runs,
+    for case in (resume_is_exact, layouts_agree, recomputation_changes_no_bit, signals_save, signals_end_a_validation, damage_is_passed_over, paths_of_no_such_thing, full_disk, divergence, changed_runs,
                  new_runs_keep_apart, small_updates_survive, bad_models, odd_words_and_files, masks_drop_targets,
                  evaluation_shows_progress, odd_entries_are_damage):
         start = time.time()
