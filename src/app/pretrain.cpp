@@ -33,12 +33,21 @@ int run_pretrain(const CommandLine& args) {
   }
   StopSignal stop;  // before libtorch starts threads: they inherit the blocked signals
   if (args.has("processes") && !launched()) return launch(args, stop);
-  const std::unique_ptr<Bootstrap> bootstrap = make_bootstrap();
+  prepare_gpu_environment();
+  PretrainConfig config;
+  std::exception_ptr failure;  // told once the ranks are together, by one of them
+  try {
+    config = read_config(args);
+  } catch (const std::exception&) {
+    failure = std::current_exception();
+  }
+  const std::unique_ptr<Bootstrap> bootstrap = make_bootstrap(config.log.watchdog_seconds);
   MARROW_CHECK(!args.has("processes") || args.integer("processes", 1) == bootstrap->size(), ExitCode::kUsage,
                Fix("leave out --processes where a launcher starts the ranks"), "--processes {} in a run of {}",
                args.text("processes"), bootstrap->size());
-  PretrainConfig config;
-  run_together(*bootstrap, [&] { config = read_config(args); });
+  run_together(*bootstrap, [&] {
+    if (failure) std::rethrow_exception(failure);
+  });
   RunRecords records(args.json());
   try {
     PretrainLoop loop(config, *bootstrap, records, args.logger());

@@ -21,14 +21,14 @@ int64_t number_from(const char* name) {
   return value;
 }
 
+}  // namespace
+
 // CUDA reads its variable when it starts, NCCL at its first call. Few queues in hardware would let a
 // kernel wait behind an unrelated one; multicast can put a host's GPUs out of service.
 void prepare_gpu_environment() {
   setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
   setenv("NCCL_NVLS_ENABLE", "0", 1);
 }
-
-}  // namespace
 
 std::string Bootstrap::broadcast(const std::string& bytes, int64_t root) {
   return all_gather(rank() == root ? bytes : std::string()).at(static_cast<size_t>(root));
@@ -43,12 +43,12 @@ void Bootstrap::find_local_ranks() {
   ranks_on_host_ = std::count(hosts.begin(), hosts.end(), *me);
 }
 
-std::unique_ptr<Bootstrap> make_bootstrap() {
+std::unique_ptr<Bootstrap> make_bootstrap(double start_seconds) {
   prepare_gpu_environment();
   const int64_t by_mpirun = std::max(number_from("OMPI_COMM_WORLD_SIZE"), number_from("PMI_SIZE"));
   int64_t rank = number_from("RANK"), size = number_from("WORLD_SIZE");
   if (by_mpirun > 0 || number_from("PMIX_RANK") >= 0) {
-    std::unique_ptr<Bootstrap> mpi = make_mpi_bootstrap();
+    std::unique_ptr<Bootstrap> mpi = make_mpi_bootstrap(start_seconds);
     MARROW_CHECK(mpi->size() == std::max(by_mpirun, mpi->size()), ExitCode::kUsage,
                  Fix("start it with Open MPI's mpirun, or with marrow pretrain RUN.toml --processes N"),
                  "the launcher started {} processes, but MPI sees {}: a launcher of another MPI", by_mpirun,
@@ -64,7 +64,7 @@ std::unique_ptr<Bootstrap> make_bootstrap() {
   MARROW_CHECK(rank >= 0 && rank < size, ExitCode::kUsage,
                Fix("set RANK to 0 … WORLD_SIZE - 1, or unset WORLD_SIZE to run one process"),
                "the environment says rank {} of {} processes", rank, size);
-  return make_store_bootstrap(rank, size);
+  return make_store_bootstrap(rank, size, start_seconds);
 }
 
 void run_together(Bootstrap& bootstrap, const std::function<void()>& body) {

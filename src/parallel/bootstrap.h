@@ -26,26 +26,27 @@ class Bootstrap {
   int64_t ranks_on_host() const { return ranks_on_host_; }
   // From here on the watchdog sees these operations too; nullptr ends it.
   void record_in(OperationSlot* slot) { slot_ = slot; }
-  // Until then an operation that takes longer is an error.
-  void set_start_seconds(double seconds) { start_seconds_ = seconds; }
   bool recorded() const { return slot_ != nullptr; }
 
  protected:
   void find_local_ranks();  // by the hosts' names; collective
   OperationSlot* slot_ = nullptr;
-  double start_seconds_ = 600;
+  double start_seconds_ = 600;  // until it is recorded, an operation that takes longer is an error
   int64_t local_rank_ = 0, ranks_on_host_ = 1;
 };
 
 // By the environment: MPI where mpirun (or srun --mpi=pmix) started this process; else c10d's rendezvous
 // for RANK and WORLD_SIZE, or SLURM_PROCID and SLURM_NTASKS, at MASTER_ADDR and MASTER_PORT or in the new
 // file MARROW_RENDEZVOUS_FILE of a shared file system; else one process, and nothing is initialised.
-// Call it before CUDA starts: it sets what CUDA and NCCL read from the environment. Errors: kUsage where
-// the launcher's numbers do not fit or name no meeting place, kDeviceFault where the others do not come.
-std::unique_ptr<Bootstrap> make_bootstrap();
+// Errors: kUsage where the launcher's numbers do not fit or name no meeting place, kDeviceFault where the
+// others do not come within `start_seconds`.
+std::unique_ptr<Bootstrap> make_bootstrap(double start_seconds = 600);
 
-std::unique_ptr<Bootstrap> make_mpi_bootstrap();                              // mpi_communicator.cpp
-std::unique_ptr<Bootstrap> make_store_bootstrap(int64_t rank, int64_t size);  // store_bootstrap.cpp
+// Before CUDA starts: sets what CUDA and NCCL read from the environment.
+void prepare_gpu_environment();
+
+std::unique_ptr<Bootstrap> make_mpi_bootstrap(double start_seconds);                          // mpi_communicator.cpp
+std::unique_ptr<Bootstrap> make_store_bootstrap(int64_t rank, int64_t size, double seconds);  // store_bootstrap.cpp
 
 // What the other ranks throw where one failed: that one tells the error, they end with its exit code.
 struct PeerFailure {

@@ -146,7 +146,7 @@ class Requests {
 
 class MpiBootstrap : public Bootstrap {
  public:
-  MpiBootstrap() {
+  explicit MpiBootstrap(double start_seconds) {
     int provided = 0;
     MPI_Init_thread(nullptr, nullptr, MPI_THREAD_SERIALIZED, &provided);  // it ends the process where it fails
     if (std::getenv(kLaunchedVariable) != nullptr) std::fputs(kStartedLine, stderr);
@@ -155,6 +155,7 @@ class MpiBootstrap : public Bootstrap {
     MPI_Comm_rank(comm_, &rank_);
     MPI_Comm_size(comm_, &size_);
     find_local_ranks();
+    start_seconds_ = start_seconds;
   }
   ~MpiBootstrap() override {
     if (std::uncaught_exceptions() == 0) MPI_Finalize();  // else it would wait for the other ranks
@@ -315,7 +316,9 @@ class MpiCommunicator : public Communicator {
 
 }  // namespace
 
-std::unique_ptr<Bootstrap> make_mpi_bootstrap() { return std::make_unique<MpiBootstrap>(); }
+std::unique_ptr<Bootstrap> make_mpi_bootstrap(double start_seconds) {
+  return std::make_unique<MpiBootstrap>(start_seconds);
+}
 
 std::unique_ptr<Communicator> make_mpi_communicator(const std::string& name, const std::vector<int64_t>& ranks,
                                                     int64_t world_rank, RunRecords* records) {

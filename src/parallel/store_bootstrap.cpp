@@ -1,8 +1,11 @@
 // The rendezvous of torchrun-like launchers and of SLURM, over c10d's stores.
 #include "ops/pch.h"
 // After the precompiled header:
+#include <fmt/ranges.h>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include <csignal>
 
 #include "parallel/bootstrap.h"
 #include "parallel/transfer_record.h"
@@ -15,7 +18,7 @@ std::string variable(const char* name) {
   return text == nullptr ? "" : text;
 }
 
-c10::intrusive_ptr<c10d::Store> open_store(int64_t rank, int64_t size) {
+c10::intrusive_ptr<c10d::Store> open_store(int64_t rank, int64_t size, std::chrono::milliseconds timeout) {
   if (const std::string file = variable("MARROW_RENDEZVOUS_FILE"); !file.empty()) {
     return c10::make_intrusive<c10d::FileStore>(file, static_cast<int>(size));
   }
@@ -34,14 +37,24 @@ c10::intrusive_ptr<c10d::Store> open_store(int64_t rank, int64_t size) {
   // torchrun's agent may already serve there.
   options.isServer = rank == 0 && variable("TORCHELASTIC_USE_AGENT_STORE") != "True";
   options.numWorkers = static_cast<size_t>(size);
+  options.waitWorkers = false;  // who has not come is known by what it has not set
+  options.timeout = timeout;
   return c10::make_intrusive<c10d::TCPStore>(host, options);
 }
 
 class StoreBootstrap : public Bootstrap {
  public:
-  StoreBootstrap(int64_t rank, int64_t size) : rank_(rank), size_(size) {
-    guarded([&] { store_ = open_store(rank, size); });
+  StoreBootstrap(int64_t rank, int64_t size, double seconds) : rank_(rank), size_(size) {
+    start_seconds_ = seconds;
+    const auto open = [&] { guarded([&] { store_ = open_store(rank, size, timeout()); }); };
+    if (rank == 0) open();  // a server has threads, which must not take the signals
+    sigset_t ending, before;
+    sigemptyset(&ending);
+    for (const int number : {SIGINT, SIGTERM}) sigaddset(&ending, number);
+    pthread_sigmask(SIG_UNBLOCK, &ending, &before);  // nothing is there to save: they end the wait, and the process
+    if (rank != 0) open();
     find_local_ranks();
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
   ~StoreBootstrap() override {
     if (std::uncaught_exceptions() > 0) return;
@@ -59,34 +72,44 @@ class StoreBootstrap : public Bootstrap {
 
   std::vector<std::string> all_gather(const std::string& bytes) override {
     if (slot_ != nullptr) slot_->begin_wait("all_gather", static_cast<int64_t>(bytes.size()));
-    constexpr double kWatched = 1e6;  // the watchdog ends it before
-    store_->setTimeout(std::chrono::milliseconds(static_cast<int64_t>(1e3 * (slot_ ? kWatched : start_seconds_))));
-    const std::string round = fmt::format("marrow/{}/", round_++);
+    store_->setTimeout(timeout());
     std::vector<std::string> all;
-    guarded([&] { store_->set(round + std::to_string(rank_), std::vector<uint8_t>(bytes.begin(), bytes.end())); });
-    for (int64_t r = 0; r < size_; ++r) {
-      guarded(
-          [&] {
-            const std::vector<uint8_t> got = store_->get(round + std::to_string(r));
-            all.emplace_back(got.begin(), got.end());
-          },
-          r);
-    }
+    guarded([&] {
+      store_->set(key(rank_), std::vector<uint8_t>(bytes.begin(), bytes.end()));
+      for (int64_t r = 0; r < size_; ++r) {
+        const std::vector<uint8_t> got = store_->get(key(r));
+        all.emplace_back(got.begin(), got.end());
+      }
+    });
+    ++round_;
     if (slot_ != nullptr) slot_->end_wait();
     return all;
   }
 
  private:
-  template <typename Body>
-  void guarded(const Body& body, int64_t from = -1) const {
+  std::chrono::milliseconds timeout() const {
+    constexpr double kWatched = 1e6;  // the watchdog ends it before
+    return std::chrono::milliseconds(static_cast<int64_t>(1e3 * (slot_ ? kWatched : start_seconds_)));
+  }
+  std::string key(int64_t rank) const { return fmt::format("marrow/{}/{}", round_, rank); }
+  void guarded(const std::function<void()>& body) const {
     try {
       body();
     } catch (const c10::Error& error) {
+      std::string who = "the store of rank 0";
+      try {  // where it answers
+        std::vector<int64_t> absent;
+        for (int64_t r = 0; store_ && r < size_; ++r) {
+          if (!store_->check({key(r)})) absent.push_back(r);
+        }
+        if (store_) who = fmt::format("rank {}", fmt::join(absent, ", "));
+      } catch (const std::exception&) {
+      }
       MARROW_THROW(ExitCode::kDeviceFault,
                    Fix("check that all ranks were started, that MASTER_ADDR and MASTER_PORT (or "
                        "MARROW_RENDEZVOUS_FILE, a new file for each run) are the same for all and reachable"),
-                   "rank {} of {} could not meet {}: {}", rank_, size_,
-                   from < 0 ? "the others" : fmt::format("rank {}", from), error.what_without_backtrace());
+                   "rank {} of {} could not meet {} within {} s: {}", rank_, size_, who, start_seconds_,
+                   error.what_without_backtrace());
     }
   }
   int64_t rank_, size_, round_ = 0;
@@ -95,8 +118,8 @@ class StoreBootstrap : public Bootstrap {
 
 }  // namespace
 
-std::unique_ptr<Bootstrap> make_store_bootstrap(int64_t rank, int64_t size) {
-  return std::make_unique<StoreBootstrap>(rank, size);
+std::unique_ptr<Bootstrap> make_store_bootstrap(int64_t rank, int64_t size, double seconds) {
+  return std::make_unique<StoreBootstrap>(rank, size, seconds);
 }
 
 }  // namespace marrow

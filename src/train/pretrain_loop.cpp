@@ -13,7 +13,7 @@
 namespace marrow {
 namespace {
 
-constexpr double kLongestSilence = 30;  // seconds, on the console
+constexpr double kLongestSilence = 30;       // seconds, on the console
 constexpr double kHopperPeakTflops = 989.0;  // dense bf16, by the vendor's data sheet
 
 // "parameters 18.7 GB, gradients 12.5 GB, optimizer states 24.9 GB"
@@ -59,7 +59,6 @@ std::vector<double> to_list(const at::Tensor& values) {
 PretrainLoop::PretrainLoop(const PretrainConfig& config, Bootstrap& bootstrap, RunRecords& records, Logger& logger)
     : config_(config), bootstrap_(bootstrap), records_(records), logger_(logger), device_(at::kCPU) {
   if (bootstrap.rank() != 0) logger.set_quiet(true);  // what all ranks find, one says
-  bootstrap.set_start_seconds(config.log.watchdog_seconds);
   run_together(bootstrap, [&] {
     if (config.train.device == TrainDevice::kGpu) device_ = use_gpu(bootstrap.local_rank());
     open_inputs();
@@ -375,12 +374,10 @@ PretrainLoop::PendingStep PretrainLoop::launch_step(int64_t step, ActionTimer* t
   tracker_->begin_step({sequences * config_.data.seq_len, sequences, micro_batches * mesh_.data_ranks()});
   executor_->train(
       micro_batches,
-      [&](int64_t index) {
-        if (logger_.silent_for(kLongestSilence)) {
-          logger_.progress(
-              fmt::format("step {}/{}  micro-batch {} of {}", step, config_.train.steps, index + 1, micro_batches));
-        }
-        return load_micro_batch(index);
+      [&](int64_t i) {
+        const bool silent = logger_.silent_for(kLongestSilence);
+        if (silent) logger_.progress(fmt::format("step {}  micro-batch {} of {}", step, i + 1, micro_batches));
+        return load_micro_batch(i);
       },
       targets > 0 ? 1.0 / static_cast<double>(targets) : 0.0, loss_sum, timer);
   const at::Tensor sums = at::full({2}, stop_->requested() ? 1.0 : 0.0, fp64);  // who asks to stop, rows sent

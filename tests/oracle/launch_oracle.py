@@ -228,6 +228,45 @@ def without_mpi():
                 assert "".join(errors).count("3 processes on CPUs need MPI") == 1, errors
 
 
+def missing_peer():
+    # Ranks of a torchrun-like launcher, one or all of whose peers never come: named in time; signals end the wait.
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "text.md").write_text((ROOT / "README.md").read_text())
+        subprocess.run([FAULTY, "tokenize", "--tokenizer", "bytes", "--input", folder + "/text.md", "--output",
+                        folder + "/corpus"], check=True, capture_output=True)
+        Path(folder, "model.json").write_text((ROOT / "configs/models/qwen3-tiny.json").read_text())
+        Path(folder, "run.toml").write_text(FAULTY_RUN.replace("FOLDER", folder))
+        meetings = 0
+
+        def start(place, *ranks, seconds):
+            return [subprocess.Popen([FAULTY, "pretrain", folder + "/run.toml", "--set", f"log.watchdog_seconds={seconds}"],
+                                     stderr=subprocess.PIPE, text=True,
+                                     env={**ENVIRONMENT, **place, "RANK": str(r), "WORLD_SIZE": "4"}) for r in ranks]
+
+        def places():
+            nonlocal meetings
+            meetings += 1
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = str(probe.getsockname()[1])
+            return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}, {"MARROW_RENDEZVOUS_FILE": f"{folder}/meet-{meetings}"}
+
+        for place in places():
+            at = time.monotonic()
+            errors = [rank.communicate(timeout=SLOW)[1] for rank in start(place, 0, 2, seconds=6)]
+            assert any("could not meet rank 1, 3 within 6 s" in error for error in errors), errors
+            assert all("fix: check that all ranks were started" in error for error in errors), errors
+            assert time.monotonic() - at < 30, "ranks wait on for a peer that does not come"
+        alone, = start(places()[0], 1, seconds=6)
+        assert "could not meet the store of rank 0 within 6 s" in alone.communicate(timeout=SLOW)[1]
+        waiting = [rank for place in places() for r in (0, 1) for rank in start(place, r, seconds=600)]
+        time.sleep(8)
+        for rank, number in zip(waiting, (signal.SIGTERM, signal.SIGINT) * 2):
+            at = time.monotonic()
+            rank.send_signal(number)
+            assert rank.wait(5) == -number, f"exit {rank.returncode}"
+
+
 def lost_world():
     """A rank of a world without a meeting place refuses to train alone."""
     done = subprocess.run([BINARY, "--scenario", "none", "/tmp/marrow-none", "0", "30"], capture_output=True, text=True,
@@ -304,7 +343,7 @@ def stopped_in_init():
 FAULTS = [fault(place, kind) for place in ("start", "forward", "exchange", "optimizer", "save")
           for kind in ("kill", "stop", "throw")] + [fault("forward", "segfault")]
 CASES = [*FAULTS, stopped_in_init, nan_stops_all, nan_skips_on_all, well, thrown, thrown_json, refused, killed, crashed, stopped, hung, by_signal, signal_to_all_processes, early_signal, launcher_killed,
-         rank_killed_under_mpirun, thrown_under_mpirun, without_mpi, lost_world]
+         rank_killed_under_mpirun, thrown_under_mpirun, without_mpi, missing_peer, lost_world]
 
 
 def run_case(case):
