@@ -68,13 +68,14 @@ std::vector<Point> thinned(const std::vector<Point>& points) {
   return out;
 }
 
-std::string svg(const std::vector<Point>& points, bool from_zero) {
+// `unit` names x, which starts at 1 (steps) or 0.
+std::string svg(const std::vector<Point>& points, bool from_zero, double x_low = 1, const char* unit = "step") {
   if (points.empty()) return "<p>no values</p>";
   const auto [lowest, highest] = std::minmax_element(points.begin(), points.end(), lower);
   const double y_low = from_zero ? std::min(lowest->y, 0.0) : lowest->y;
   const double y_high = std::max(highest->y, y_low + std::max(1e-9, 0.01 * std::abs(y_low)));
-  const double x_high = std::max(points.back().x, 2.0);
-  const auto sx = [&](double x) { return kLeft + (x - 1) / (x_high - 1) * (kWidth - kLeft); };
+  const double x_high = std::max(points.back().x, x_low + 1);
+  const auto sx = [&](double x) { return kLeft + (x - x_low) / (x_high - x_low) * (kWidth - kLeft); };
   const auto sy = [&](double y) { return kTop + (y_high - y) / (y_high - y_low) * (kHeight - kTop - kBottom); };
   std::string body;
   double y_step = std::pow(10.0, std::floor(std::log10((y_high - y_low) / 2)));
@@ -83,7 +84,7 @@ std::string svg(const std::vector<Point>& points, bool from_zero) {
     body += fmt::format(R"(<line x1="{0}" x2="{1}" y1="{2:.1f}" y2="{2:.1f}"/><text x="4" y="{2:.1f}">{3:.6g}</text>)",
                         kLeft, kWidth, sy(i * y_step), i * y_step);
   }
-  body += fmt::format(R"(<text x="{}" y="{}" text-anchor="end">step {:.0f}</text>)", kWidth, kHeight - 6, x_high);
+  body += fmt::format(R"(<text x="{}" y="{}" text-anchor="end">{} {:.0f}</text>)", kWidth, kHeight - 6, unit, x_high);
   std::string line;
   for (const Point& point : thinned(points)) line += fmt::format("{:.1f},{:.1f} ", sx(point.x), sy(point.y));
   return fmt::format(R"(<svg viewBox="0 0 {} {}">{}<polyline points="{}"/></svg>)", kWidth, kHeight, body, line);
@@ -101,6 +102,23 @@ std::vector<Point> points_of(const std::vector<Json>& lines, const char* metric,
     const double value = line.double_or(metric, kNan) * scale;
     if (std::isfinite(value)) points.push_back({line.at("step").as_double(), value});
   }
+  return points;
+}
+
+// GB that a traced step's allocations and frees left in use, by the milliseconds since the first of them; on a GPU its
+// own. Empty where the trace has none (log.memory_trace).
+std::vector<Point> memory_of(const std::string& trace) {
+  std::map<int64_t, std::vector<Point>> of_device;  // by its type: 0 is the host
+  for (const Json& event : Json::read_file(trace).at("traceEvents").elements()) {
+    if (event.string_or("name", "") != "[memory]") continue;
+    const Json& facts = event.at("args");
+    std::vector<Point>& points = of_device[facts.at("Device Type").as_int()];
+    const double ms = event.at("ts").as_double() / 1e3, first = points.empty() ? ms : points[0].x;
+    points.push_back({points.empty() ? ms : ms - first, facts.at("Total Allocated").as_double() / 1e9});
+  }
+  if (of_device.empty()) return {};
+  std::vector<Point> points = std::move(of_device.rbegin()->second);
+  points[0].x = 0;
   return points;
 }
 
@@ -132,11 +150,22 @@ RunSummary write_run_report(const std::string& dir) {
     body += fmt::format("<div class=\"card\"><h2>{}</h2>{}</div>\n", chart.title,
                         svg(points_of(lines, chart.metric, chart.scale), chart.from_zero));
   }
-  body += "</div>\n";
   const std::string config = dir + "/run.toml";
-  if (std::filesystem::exists(config)) {
+  const std::string settings = std::filesystem::exists(config) ? read_text_file(config) : "";
+  std::set<std::string> traces;  // read only where they tell of memory: they are large
+  if (settings.find("memory_trace = true") != std::string::npos) {
+    for (const auto& entry : std::filesystem::directory_iterator(dir)) {
+      if (entry.path().filename().string().starts_with("trace-")) traces.insert(entry.path().string());
+    }
+  }
+  for (const std::string& trace : traces) {
     body +=
-        "<details><summary>run.toml, resolved</summary><pre>" + escaped(read_text_file(config)) + "</pre></details>\n";
+        fmt::format("<div class=\"card\"><h2>Memory in use (GB), {}</h2>{}</div>\n",
+                    escaped(std::filesystem::path(trace).filename().string()), svg(memory_of(trace), true, 0, "ms"));
+  }
+  body += "</div>\n";
+  if (!settings.empty()) {
+    body += "<details><summary>run.toml, resolved</summary><pre>" + escaped(settings) + "</pre></details>\n";
   }
   write_text_file_atomically(summary.path, fmt::format("<!doctype html><html lang=\"en\"><meta charset=\"utf-8\">"
                                                        "<title>{0}</title><style>{1}</style>\n<h1>{0}</h1>"

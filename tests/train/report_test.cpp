@@ -29,6 +29,32 @@ class ReportTest : public testing::Test {
   std::string dir_;
 };
 
+TEST_F(ReportTest, DrawsTheMemoryOfATracedStep) {
+  {
+    MetricsWriter writer(dir_, 0);
+    StepMetrics m;
+    m.step = 1;
+    m.loss = 5.0;
+    writer.write(m);
+  }
+  const auto memory = [](double ts, int device, double total) {
+    return fmt::format(R"({{"name": "[memory]", "ts": {}, "args": {{"Device Type": {}, "Total Allocated": {}}}}})", ts,
+                       device, total);
+  };
+  std::ofstream(dir_ + "/trace-00000001.json")
+      << R"({"traceEvents": [{"name": "aten::mm", "ts": 1}, )" << memory(1000, 0, 9e9) << ", " << memory(2000, 1, 1e9)
+      << ", " << memory(6000, 1, 4e9) << ", " << memory(12000, 1, 2e9) << "]}";
+  std::ofstream(dir_ + "/run.toml") << "[log]\nmemory_trace = false\n";
+  EXPECT_EQ(read_text_file(write_run_report(dir_).path).find("Memory in use"), std::string::npos);
+  std::ofstream(dir_ + "/run.toml") << "[log]\nmemory_trace = true\n";
+  const std::string page = read_text_file(write_run_report(dir_).path);
+  const size_t chart = page.find("Memory in use (GB), trace-00000001.json");
+  ASSERT_NE(chart, std::string::npos);
+  // The GPU's three points over 10 ms, the largest at the top of the chart.
+  EXPECT_NE(page.find("ms 10<", chart), std::string::npos);
+  EXPECT_NE(page.find("points=\"58.0,157.0 258.8,10.0 560.0,108.0 \"", chart), std::string::npos);
+}
+
 TEST_F(ReportTest, OnePageWithEveryChartAndNoOutsideResource) {
   {
     MetricsWriter writer(dir_, 0);
