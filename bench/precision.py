@@ -1,6 +1,6 @@
 """`./dev bench precision`: a lower precision trains like fp32. precision.py [STEPS] [LAST] [DTYPE] [AGAINST]
 
-The quickstart's model on real text (this Python's own sources), 64 sequences a step, AdamW, on this machine's GPU, or on
+The quickstart's model on real text (this Python's own sources), 16 sequences a step, AdamW, on this machine's GPU, or on
 the CPU without one: STEPS (200) steps in each dtype (bf16 against fp32). Fails where the mean losses of the LAST (50) steps
 are more than 0.5 % apart. $MARROW is the binary.
 """
@@ -27,7 +27,7 @@ def losses(dtype, steps):
     folder = f"/tmp/marrow-precision-{dtype}-{os.getpid()}"
     device = "gpu" if os.path.exists("/dev/nvidia0") else "cpu"
     settings = [f'data.train=["{CORPUS}"]', f'data.validation=["{CORPUS}"]', f"data.validate_every={steps}", "data.validate_sequences=64",
-                f"train.steps={steps}", "train.global_batch=64",
+                f"train.steps={steps}", "train.global_batch=16",
                 f'train.device="{device}"', f'train.dtype="{dtype}"', 'optimizer.name="adamw"', "optimizer.lr=2e-3",
                 f"optimizer.decay_steps={steps // 5}", f'log.dir="{folder}"', f'checkpoint.dir="{folder}/checkpoints"']
     marrow("pretrain", "configs/runs/quickstart.toml", *(word for s in settings for word in ("--set", s)))

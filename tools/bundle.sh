@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# Gathers build-gpu/marrow, its tests, configs and the small libraries that a machine with a GPU and
+# tools/bundle.sh [PROGRAM...]: gathers build-gpu/marrow, its tests, configs and the small libraries that a machine with a GPU and
 # torch 2.11 but without this checkout's packages lacks. At most 64 MiB in bundle/.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 rm -rf bundle && mkdir -p bundle/lib bundle/bin
+programs=("$@")
 # The other tests have nothing to do on a GPU.
-for name in marrow test_{ops,models,parallel,pipeline,mpi,mesh} bench_ops; do
+(($#)) || programs=(marrow test_{ops,models,parallel,pipeline,mpi,mesh} bench_ops)
+for name in "${programs[@]}"; do
   program=build-gpu/$name
   strip -o "bundle/bin/$name" "$program"
   # torch, CUDA and glibc are on the other machine; everything else comes along.
