@@ -144,7 +144,8 @@ def signals_end_a_validation():
     for name, words in (("validation", ()), ("validation-2", ("--processes", "2"))):
         run = subprocess.Popen([MARROW, "pretrain", toml(name, data__validation=[str(WORK / "corpus")] * 1000,
                                                          data__validate_every=1, data__validate_sequences=10**6,
-                                                         train__micro_batch=1), *words], stderr=subprocess.PIPE, text=True)
+                                                         train__micro_batch=1), *words], stdout=subprocess.DEVNULL,
+                               stderr=subprocess.PIPE, text=True)
         for line in run.stderr:
             if line.startswith("evaluate "):
                 break
@@ -165,6 +166,7 @@ def damage_is_passed_over():
     check(done.returncode == 0 and "step-00000020" in done.stderr and "step-00000015" in done.stderr,
           f"the damaged one is named, the previous one used: {done.stderr[-500:]}")
     refused(marrow("eval", newest.parent / "step-00000010" / "config.json", "--data", WORK / "corpus"), 2)
+
 
 def paths_of_no_such_thing():
     """2 where nothing is at a path, or not what the command takes; 3 where a file is damaged."""
