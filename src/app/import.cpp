@@ -28,8 +28,10 @@ int run_import(const CommandLine& args) {
   check_output_is_new(output, "--output");
   const auto model = open_model(Json::read_file(hub + "/config.json", ExitCode::kUsage));
   const std::vector<HubTensor> tensors = all_hub_tensors(*model);
-  const ModelWeights weights(
-      hub, tensors, {.tied_embeddings = model->shape().tied_embeddings, .allow_unknown = args.flag("allow-unknown")});
+  const ModelWeights weights(hub, tensors,
+                             {.tied_embeddings = model->shape().tied_embeddings,
+                              .allow_unknown = args.flag("allow-unknown"),
+                              .text_only = args.flag("text-only")});
 
   std::vector<SideFile> side_files = read_tokenizer_files(hub);
   side_files.push_back({"trainer_state.json", to_json(imported_state(hub)) + "\n"});
@@ -62,7 +64,8 @@ Subcommand import_command() {
           .summary = "a Hugging Face folder as a checkpoint",
           .positionals = {"HF_DIR"},
           .options = {{"--output CHECKPOINT", "the checkpoint's own folder; must not exist yet"},
-                      {"[--allow-unknown]", "leave out tensors that the model lacks (they are listed)"}},
+                      {"[--allow-unknown]", "leave out tensors that the model lacks (they are listed)"},
+                      {"[--text-only]", "of a model of text and images, take the language model alone"}},
           .example = "marrow import Qwen3-30B-A3B --output checkpoints/qwen3",
           .notes = "Train from it with model.init_from = \"CHECKPOINT\".",
           .run = run_import};

@@ -3,6 +3,8 @@
 #include <filesystem>
 #include <set>
 
+#include "models/model_contract.h"
+
 namespace marrow {
 namespace fs = std::filesystem;
 namespace {
@@ -10,6 +12,7 @@ namespace {
 constexpr int64_t kPartElements = int64_t{1} << 24;
 constexpr const char *kBlocks = "_blocks", *kScales = "_scales";
 const std::string kHead = "lm_head.weight", kEmbedding = "model.embed_tokens.weight";
+constexpr std::string_view kModel = "model.", kLanguageModel = "model.language_model.";
 
 Fix check_they_belong_together() {
   return Fix("check that config.json and the weights belong together and that no file is missing");
@@ -43,6 +46,7 @@ std::string default_architecture(const Json& config) {
   if (type == "deepseek_v2") return R"(["DeepseekV2ForCausalLM"])";
   if (type == "gpt_oss") return R"(["GptOssForCausalLM"])";
   if (type == "deepseek_v3") return R"(["DeepseekV3ForCausalLM"])";
+  if (type == "qwen3_5_moe_text") return R"(["Qwen3_5MoeForCausalLM"])";
   config.at("model_type")
       .fail("no export is known for this family", Fix("use a config.json of a family that marrow trains"));
 }
@@ -63,6 +67,9 @@ void decide_rope(const Json& config, std::map<std::string, std::string>& fields)
       parameters.raw(key, value.dump());
       scaling.raw(key, value.dump());
     }
+  }
+  if (current && config.at("rope_parameters").has("partial_rotary_factor")) {  // readers differ on which they take
+    fields["partial_rotary_factor"] = config.at("rope_parameters").at("partial_rotary_factor").dump();
   }
   if (!current) fields["rope_parameters"] = parameters.raw("rope_type", type).text();
   if (!object("rope_scaling") && type != "\"default\"") fields["rope_scaling"] = scaling.raw("type", type).text();
@@ -85,7 +92,7 @@ std::map<std::string, std::string> decided_fields(const Json& config, at::Scalar
     fields["topk_method"] = "\"noaux_tc\"";
   }
   // Layers that predict further tokens are not trained, and so not exported.
-  for (const char* key : {"num_nextn_predict_layers", "num_mtp_layers"}) {
+  for (const char* key : {"num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers"}) {
     if (config.has(key)) fields[key] = "0";
   }
   if (end_of_document >= 0) fields["eos_token_id"] = json_text(end_of_document);
@@ -113,6 +120,8 @@ std::string generation_config(const std::string& given, int64_t end_of_document)
 
 ModelWeights::ModelWeights(const std::string& folder, const std::vector<HubTensor>& model, const WeightRules& rules)
     : folder_(folder), files_(weight_paths(folder)) {
+  const auto within = [](const std::string& name) { return name.starts_with(kLanguageModel); };
+  in_language_model_ = std::ranges::any_of(files_.names(), within);
   std::unordered_map<std::string, int64_t> used;  // elements, by name in the files
   for (const HubTensor& tensor : model) {
     const Source source = find_source(tensor);
@@ -177,7 +186,9 @@ ModelWeights::Source ModelWeights::find_source(const HubTensor& tensor) const {
   if (is_mxfp4(tensor)) return {tensor.name, 0, true};
   constexpr std::string_view kExperts = ".experts.";
   std::string name = tensor.name;
-  std::vector<int64_t> shape = tensor.shape;  // wanted in the file
+  if (in_language_model_ && name.starts_with(kModel)) name.replace(0, kModel.size(), kLanguageModel);
+  const std::string wanted = name;
+  std::vector<int64_t> shape = tensor.shape;  // in the file
   int64_t expert = 0, row = 0;                // where in the stack
   const size_t number = name.find(kExperts) + kExperts.size();
   if (files_.find(name) == nullptr && number >= kExperts.size() && std::isdigit(name[number])) {
@@ -189,9 +200,9 @@ ModelWeights::Source ModelWeights::find_source(const HubTensor& tensor) const {
   }
   const StoredTensor* stored = files_.find(name);
   MARROW_CHECK(stored != nullptr, ExitCode::kBadInput, check_they_belong_together(), "{}: tensor {} is missing",
-               folder_, tensor.name);
+               folder_, wanted);
   // check_all_used sees whether a stack has more experts than the model.
-  const bool stacked = name != tensor.name;
+  const bool stacked = name != wanted;
   if (stacked && stored->shape.size() == 3) shape[0] = std::max(shape[0], stored->shape[0]);
   MARROW_CHECK(stored->shape == shape, ExitCode::kBadInput, check_they_belong_together(),
                "{}: tensor {} is {} in the file, but {} makes it {}", folder_, name, shape_text(stored->shape),
@@ -209,13 +220,20 @@ void ModelWeights::check_all_used(const std::unordered_map<std::string, int64_t>
       continue;
     }
     if (rules.tied_embeddings && name == kHead) {  // some writers store it again; one that differs was trained apart
-      MARROW_CHECK(files_.find(name)->shape == files_.find(kEmbedding)->shape &&
-                       files_.read_whole(name).equal(files_.read_whole(kEmbedding)),
+      const std::string& embedding = sources_.at(kEmbedding).stored;
+      MARROW_CHECK(files_.find(name)->shape == files_.find(embedding)->shape &&
+                       files_.read_whole(name).equal(files_.read_whole(embedding)),
                    ExitCode::kBadInput, Fix("set tie_word_embeddings to false in config.json"),
-                   "{}: config.json ties the embeddings, but {} differs from {}", folder_, kHead, kEmbedding);
+                   "{}: config.json ties the embeddings, but {} differs from {}", folder_, kHead, embedding);
       continue;
     }
-    MARROW_CHECK(rules.allow_unknown, ExitCode::kBadInput,
+    const bool other_part = name.starts_with("model.visual.") || name.starts_with("mtp.");
+    MARROW_CHECK(!other_part || rules.text_only, ExitCode::kBadInput,
+                 Fix("import the folder with --text-only, which leaves such tensors out, and go on from there"),
+                 "{}: tensor {} belongs to the vision part or to the prediction of further tokens, which are not "
+                 "supported",
+                 folder_, name);
+    MARROW_CHECK(other_part || rules.allow_unknown, ExitCode::kBadInput,
                  Fix("check that config.json and the weights belong together, or leave such "
                      "tensors out with --allow-unknown"),
                  "{}: tensor {} does not belong to the model of config.json", folder_, name);
@@ -249,7 +267,8 @@ std::vector<SideFile> read_tokenizer_files(const std::string& folder) {
   return files;
 }
 
-std::string hub_config(const Json& config, at::ScalarType dtype, int64_t end_of_document) {
+std::string hub_config(const Json& whole, at::ScalarType dtype, int64_t end_of_document) {
+  const Json config = language_model_config(whole);
   return with_fields(config, decided_fields(config, dtype, end_of_document));
 }
 

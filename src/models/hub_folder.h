@@ -8,10 +8,12 @@ namespace marrow {
 struct WeightRules {
   bool tied_embeddings = false;  // lm_head.weight may be absent, else it must equal the embedding
   bool allow_unknown = false;    // tensors that the model lacks are listed, not refused
+  bool text_only = false;        // and those of images or of predicting further tokens, which allow_unknown is not for
 };
 
 // The tensors of a model, wherever a folder keeps them: one file, shards with an index, or a checkpoint; experts
-// stacked as mlp.experts.gate_up_proj [E, 2I, H] and down_proj [E, H, I]; any float dtype; stacks also as MXFP4.
+// stacked as mlp.experts.gate_up_proj [E, 2I, H] and down_proj [E, H, I]; any float dtype; stacks also as MXFP4; within
+// a model of text and images as model.language_model.
 class ModelWeights {
  public:
   // Errors (kBadInput) that name the tensor: missing, of another shape, or not the model's.
@@ -22,7 +24,7 @@ class ModelWeights {
   // The whole tensor as `dtype` on the CPU, in parts of bounded size: visit(begin, part [n]).
   void read_in_parts(const HubTensor& tensor, at::ScalarType dtype,
                      const std::function<void(int64_t, const at::Tensor&)>& visit) const;
-  const std::vector<std::string>& ignored() const { return ignored_; }  // under allow_unknown
+  const std::vector<std::string>& ignored() const { return ignored_; }  // under allow_unknown or text_only
 
  private:
   struct Source {
@@ -39,13 +41,14 @@ class ModelWeights {
   TensorFiles files_;
   std::unordered_map<std::string, Source> sources_;
   std::vector<std::string> ignored_;
+  bool in_language_model_ = false;  // model.X is called model.language_model.X
 };
 
 // The files of `folder` that make up its tokenizer (and its chat template), those that exist.
 std::vector<SideFile> read_tokenizer_files(const std::string& folder);
 
-// `config` with the fields of both styles of the Hub (rope_theta and rope_parameters, num_experts and
-// num_local_experts, torch_dtype and dtype) and the end-of-document id (< 0: left as it is).
+// `config`, of its language model, with the fields of both styles of the Hub (rope_theta and rope_parameters,
+// num_experts and num_local_experts, torch_dtype and dtype) and the end-of-document id (< 0: left as it is).
 std::string hub_config(const Json& config, at::ScalarType dtype, int64_t end_of_document);
 
 struct HubExport {

@@ -1,4 +1,4 @@
-// Keys and values of the tokens generated so far, one pair of tensors a layer.
+// What layers keep of the tokens generated so far: keys and values, or a state.
 #pragma once
 #include "ops/pch.h"
 
@@ -7,7 +7,16 @@ namespace marrow {
 // One sequence. Layers call `attend` in order; `advance` once all layers have seen the new tokens.
 class KeyValueCache {
  public:
-  KeyValueCache(int64_t layers, int64_t capacity) : keys_(layers), values_(layers), capacity_(capacity) {}
+  // Of a recurrent layer; undefined before the first token.
+  struct Recurrence {
+    at::Tensor rows;   // [1, K − 1, C], the last inputs of its convolution
+    at::Tensor state;  // [1, Hv, Dk, Dv]
+  };
+
+  KeyValueCache(int64_t layers, int64_t capacity)
+      : keys_(layers), values_(layers), recurrences_(layers), capacity_(capacity) {}
+
+  Recurrence& recurrence(int64_t layer) { return recurrences_[layer]; }
 
   // Appends keys [T, Hkv, D] and values [T, Hkv, Dv] of layer `layer`, then attends causally from
   // the T new queries [T, Hq, D]. Returns [T, Hq, Dv]. window and sinks [Hq] (or undefined) as attention() has them.
@@ -40,6 +49,7 @@ class KeyValueCache {
 
  private:
   std::vector<at::Tensor> keys_, values_;  // [capacity, Hkv, D]
+  std::vector<Recurrence> recurrences_;
   int64_t capacity_;
   int64_t length_ = 0;
 };

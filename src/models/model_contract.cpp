@@ -2,6 +2,7 @@
 
 #include "models/deepseek_v2.h"
 #include "models/gpt_oss.h"
+#include "models/qwen3_5_moe.h"
 #include "models/qwen3_moe.h"
 
 namespace marrow {
@@ -11,9 +12,29 @@ std::unique_ptr<MoeModel> open_model(const Json& config) {
   if (type == "qwen3_moe") return open_qwen3_moe(config);
   if (type == "deepseek_v2" || type == "deepseek_v3") return open_deepseek_v2(config);
   if (type == "gpt_oss") return open_gpt_oss(config);
+  if (type == "qwen3_5_moe" || type == "qwen3_5_moe_text") return open_qwen3_5_moe(language_model_config(config));
   config.at("model_type")
       .fail(fmt::format("unknown model family \"{}\"", type),
-            Fix("use a config.json of model_type \"qwen3_moe\", \"deepseek_v2\", \"deepseek_v3\" or \"gpt_oss\""));
+            Fix("use a config.json of model_type \"qwen3_moe\", \"deepseek_v2\", \"deepseek_v3\", \"gpt_oss\", "
+                "\"qwen3_5_moe\" or \"qwen3_5_moe_text\""));
+}
+
+Json language_model_config(const Json& config) {
+  if (!config.has("text_config")) return config;
+  const Json text = config.at("text_config");
+  const std::string family = config.at("model_type").as_string() + "_text", tied = "tie_word_embeddings";
+  if (text.string_or("model_type", family) != family) {
+    text.at("model_type").fail("this is no " + family, Fix("set it to \"{}\"", family));
+  }
+  if (text.has(tied) && config.has(tied) && text.at(tied).as_bool() != config.at(tied).as_bool()) {
+    text.at(tied).fail("the config around it says the opposite", Fix("set both to what the weights are"));
+  }
+  std::map<std::string, std::string> fields{{"model_type", json_text(family)}};
+  if (config.has(tied)) fields[tied] = config.at(tied).dump();
+  for (const auto& [key, value] : text.items()) fields.emplace(key, value.dump());
+  JsonWriter out;
+  for (const auto& [key, value] : fields) out.raw(key, value);
+  return Json::parse(out.text(), config.origin() + ": text_config", ExitCode::kUsage);
 }
 
 std::vector<ParameterSpec> all_parameter_specs(const MoeModel& model) {

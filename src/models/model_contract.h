@@ -51,7 +51,7 @@ struct LayerContext {
   std::shared_ptr<RouterBalance> balance;  // the balance term's gradient, set after S1's forward
   WeightGradQueue* weight_grads = nullptr;
   Communicator* context_ring = nullptr;  // context group, keys and values go round it; none: cp = 1
-  KeyValueCache* cache = nullptr;        // generation: attention reads and extends it
+  KeyValueCache* cache = nullptr;        // generation: layers read and extend it
   RecomputeList* recompute = nullptr;    // train.recompute = "cheap": a stage adds what its backward makes again
 };
 
@@ -104,6 +104,10 @@ class MoeModel {
 // The family of a Hugging Face config.json, decided by its model_type. Every option that the family
 // has but marrow lacks is an error (kUsage) that names it.
 std::unique_ptr<MoeModel> open_model(const Json& config);
+
+// Of a config that keeps its language model's fields under text_config, those, and what the whole says of tied
+// embeddings; else `config` itself.
+Json language_model_config(const Json& config);
 
 // Every tensor of the model in canonical order: embedding, layers, head; then, of the Hub's, the biases of selection.
 std::vector<ParameterSpec> all_parameter_specs(const MoeModel&);

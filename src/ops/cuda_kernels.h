@@ -113,12 +113,12 @@ void split_and_rotate_forward_cuda(const QkNormRopeArgs& args, View q, View k);
 void split_and_rotate_backward_cuda(const QkNormRopeArgs& args, View dq, View dk, View dv);
 
 // normed = rms_norm(x), or where there is a residual of sum = x + residual, which is written too.
-void rms_norm_forward_cuda(View x, View residual, View weight, View sum, View normed, float eps);
+void rms_norm_forward_cuda(View x, View residual, View weight, View sum, View normed, float eps, float offset);
 
 // dx = gradient through the norm of x + d_sum (or none). weight_grad [H] (or none) += the sum of
 // partials [blocks, H] fp32, in a fixed order.
 void rms_norm_backward_cuda(View x, View d_normed, View d_sum, View weight, View dx, View partials, View weight_grad,
-                            float eps);
+                            float eps, float offset);
 
 constexpr int64_t kSumBlocks = 1056;  // partial sums; fixed, so that the order of adding is too
 

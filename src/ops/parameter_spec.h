@@ -19,7 +19,8 @@ struct HubTensor {
 };
 
 enum class UpdateRule { kAdamW, kMuon };  // kMuon: a matrix; under AdamW both rules are AdamW
-enum class InitKind { kNormal, kConstant };
+// kLogUniform: ln of a number that is uniform in (0, init_value), and of 0.01 where that is less.
+enum class InitKind { kNormal, kConstant, kLogUniform };
 
 // One tensor of the engine. It is the row-major concatenation of its `parts`, so that q, k and v,
 // or the experts of a layer, are one product for the GPU and many tensors for the Hub.
@@ -31,7 +32,7 @@ struct ParameterSpec {
   UpdateRule rule = UpdateRule::kMuon;
   bool decay = true;  // weight decay acts on it
   InitKind init = InitKind::kNormal;
-  float init_value = 0.02f;       // standard deviation, or the constant
+  float init_value = 0.02f;       // standard deviation, constant or bound
   int64_t matrices_per_part = 1;  // matrices in a part that stacks several; Muon's shards are cut between them
   int64_t interleaved = 1;        // logical matrices (Muon's unit) whose columns take turns in each
 };

@@ -50,4 +50,17 @@ void philox_normal(at::Tensor out, int64_t seed, std::string_view name, int64_t 
   if (!out32.is_same(out)) out.copy_(out32);
 }
 
+void philox_log_uniform(at::Tensor out, int64_t seed, std::string_view name, int64_t first_element, double high) {
+  check_tensor(name, out, kWorkingDtype, {-1});
+  const philox::Key key{static_cast<uint64_t>(seed), fnv1a(name)};
+  const auto log_high = static_cast<float>(std::log(high)), least = static_cast<float>(std::log(0.01));
+  const Tensor values = at::empty(out.sizes(), at::kFloat);
+  for (int64_t i = 0; i < out.numel(); ++i) {
+    uint32_t words[4];
+    philox::words_of_block(key, static_cast<uint64_t>(first_element + i), words);
+    floats(values)[i] = std::max(least, philox::add(log_high, philox::log_of_word(words[0])));
+  }
+  out.copy_(values);
+}
+
 }  // namespace marrow

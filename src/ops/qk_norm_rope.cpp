@@ -232,4 +232,22 @@ std::tuple<Tensor, Tensor, Tensor> split_and_rotate(const Tensor& qkv, const Rop
   return {outputs[0], outputs[1], outputs[2]};
 }
 
+Tensor rotate_front(const Tensor& heads, const RopeTable& table, const Tensor& positions) {
+  const Tensor in = heads.detach();
+  const int64_t size = 2 * table.cos.size(1);
+  MARROW_CHECK(in.dim() == 3 && size <= in.size(2), ExitCode::kUsage,
+               Fix("set partial_rotary_factor in config.json to at most 1"), "rotate_front: {} elements of heads {}",
+               size, c10::str(in.sizes()));
+  check_positions(table, positions, in.size(0), size);
+  const Tensor cos = table.cos.index_select(0, positions), sin = table.sin.index_select(0, positions);
+  const auto turned = [](const Tensor& x, const Tensor& c, const Tensor& s) {
+    Tensor out = x.clone(at::MemoryFormat::Contiguous);
+    rotate_heads(x, c, s, out);
+    return out;
+  };
+  return differentiable({heads}, {turned(in, cos, sin)}, [=](const variable_list& d_out) -> variable_list {
+    return {turned(d_out[0], cos, sin.neg())};
+  })[0];
+}
+
 }  // namespace marrow

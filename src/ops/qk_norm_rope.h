@@ -43,4 +43,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> split_and_rotate(
     const at::Tensor& positions,  // [T] int32
     int64_t q_heads, int64_t kv_heads);
 
+// Turns the first elements of each head, as many as the table has for both of its halves (partial RoPE), and leaves the
+// others as they are. Plain tensor operations on any device.
+at::Tensor rotate_front(const at::Tensor& heads,  // [T, h, D] fp32 or bf16, any strides
+                        const RopeTable& table, const at::Tensor& positions);
+
 }  // namespace marrow

@@ -32,14 +32,14 @@ __device__ float load_row(const T* row, int64_t hidden, float (&values)[kItems][
 
 template <typename T, int kWidth>
 __global__ void forward_kernel(const T* x, const T* residual, const T* weight, T* sum, T* normed, int64_t hidden,
-                               float eps) {
+                               float eps, float offset) {
   __shared__ float scratch[32];
-  const int64_t offset = static_cast<int64_t>(blockIdx.x) * hidden;
+  const int64_t start = static_cast<int64_t>(blockIdx.x) * hidden;
   float values[kItems][kWidth];
-  float squares = load_row<T, kWidth>(x + offset, hidden, values);
+  float squares = load_row<T, kWidth>(x + start, hidden, values);
   if (residual != nullptr) {
     float others[kItems][kWidth];
-    load_row<T, kWidth>(residual + offset, hidden, others);
+    load_row<T, kWidth>(residual + start, hidden, others);
     squares = 0;
     for (int i = 0; i < kItems; ++i) {
       const int64_t c = column<kWidth>(i);
@@ -47,7 +47,7 @@ __global__ void forward_kernel(const T* x, const T* residual, const T* weight, T
         values[i][j] = static_cast<float>(static_cast<T>(values[i][j] + others[i][j]));
         squares += values[i][j] * values[i][j];
       }
-      if (c < hidden) store_pack<kWidth>(sum + offset + c, values[i]);
+      if (c < hidden) store_pack<kWidth>(sum + start + c, values[i]);
     }
   }
   const float scale = 1.0f / sqrtf(block_sum(squares, scratch) / static_cast<float>(hidden) + eps);
@@ -56,29 +56,29 @@ __global__ void forward_kernel(const T* x, const T* residual, const T* weight, T
     if (c >= hidden) continue;
     float factor[kWidth];
     load_pack<kWidth>(weight + c, factor);
-    for (int j = 0; j < kWidth; ++j) factor[j] = values[i][j] * scale * factor[j];
-    store_pack<kWidth>(normed + offset + c, factor);
+    for (int j = 0; j < kWidth; ++j) factor[j] = values[i][j] * scale * (factor[j] + offset);
+    store_pack<kWidth>(normed + start + c, factor);
   }
 }
 
 template <typename T, int kWidth>
 __global__ void backward_kernel(const T* x, const T* d_normed, const T* d_sum, const T* weight, T* dx, float* partials,
-                                int64_t rows, int64_t hidden, float eps) {
+                                int64_t rows, int64_t hidden, float eps, float offset) {
   __shared__ float scratch[2][64];
   float d_weight[kItems][kWidth] = {};
   int turn = 0;  // alternating scratch: one barrier per row
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x, turn ^= 1) {
-    const int64_t offset = row * hidden;
+    const int64_t start = row * hidden;
     float values[kItems][kWidth], grads[kItems][kWidth];
-    float squares = load_row<T, kWidth>(x + offset, hidden, values);
-    load_row<T, kWidth>(d_normed + offset, hidden, grads);
+    float squares = load_row<T, kWidth>(x + start, hidden, values);
+    load_row<T, kWidth>(d_normed + start, hidden, grads);
     float dot = 0;
     for (int i = 0; i < kItems; ++i) {
       const int64_t c = column<kWidth>(i);
       if (c >= hidden) continue;
       float factor[kWidth];
       load_pack<kWidth>(weight + c, factor);
-      for (int j = 0; j < kWidth; ++j) dot += grads[i][j] * factor[j] * values[i][j];
+      for (int j = 0; j < kWidth; ++j) dot += grads[i][j] * (factor[j] + offset) * values[i][j];
     }
     squares = lane_sum<32>(squares);
     dot = lane_sum<32>(dot);
@@ -101,12 +101,12 @@ __global__ void backward_kernel(const T* x, const T* d_normed, const T* d_sum, c
       if (c >= hidden) continue;
       float factor[kWidth], through[kWidth] = {};
       load_pack<kWidth>(weight + c, factor);
-      if (d_sum != nullptr) load_pack<kWidth>(d_sum + offset + c, through);
+      if (d_sum != nullptr) load_pack<kWidth>(d_sum + start + c, through);
       for (int j = 0; j < kWidth; ++j) {
         d_weight[i][j] += grads[i][j] * values[i][j] * scale;
-        through[j] += scale * (grads[i][j] * factor[j] - values[i][j] * shift);
+        through[j] += scale * (grads[i][j] * (factor[j] + offset) - values[i][j] * shift);
       }
-      store_pack<kWidth>(dx + offset + c, through);
+      store_pack<kWidth>(dx + start + c, through);
     }
   }
   float* partial = partials + static_cast<int64_t>(blockIdx.x) * hidden;
@@ -129,20 +129,20 @@ unsigned threads_for(int64_t hidden, int width) {
 
 }  // namespace
 
-void rms_norm_forward_cuda(View x, View residual, View weight, View sum, View normed, float eps) {
+void rms_norm_forward_cuda(View x, View residual, View weight, View sum, View normed, float eps, float offset) {
   const bool packs = in_packs(x.width, x, residual, weight, sum, normed);
   launch_packs(x.bf16, packs, [&]<typename T, int kWidth>() {
-    forward_kernel<T, kWidth>
-        <<<x.rows, threads_for(x.width, kWidth), 0, current_stream()>>>(x, residual, weight, sum, normed, x.width, eps);
+    forward_kernel<T, kWidth><<<x.rows, threads_for(x.width, kWidth), 0, current_stream()>>>(
+        x, residual, weight, sum, normed, x.width, eps, offset);
   });
 }
 
 void rms_norm_backward_cuda(View x, View d_normed, View d_sum, View weight, View dx, View partials, View weight_grad,
-                            float eps) {
+                            float eps, float offset) {
   const bool packs = in_packs(x.width, x, weight, d_normed, d_sum, dx);
   launch_packs(x.bf16, packs, [&]<typename T, int kWidth>() {
     backward_kernel<T, kWidth><<<partials.rows, threads_for(x.width, kWidth), 0, current_stream()>>>(
-        x, d_normed, d_sum, weight, dx, partials, x.rows, x.width, eps);
+        x, d_normed, d_sum, weight, dx, partials, x.rows, x.width, eps, offset);
   });
   if (!weight_grad.defined()) return;
   launch_add_column_sums(partials, partials.rows, x.width, x.width, weight_grad);

@@ -169,6 +169,8 @@ void ParameterStore::initialize(int64_t seed) {
       const at::Tensor values = group.master.narrow(0, piece.at, piece.last - piece.first);
       if (spec.init == InitKind::kConstant) {
         values.fill_(spec.init_value);
+      } else if (spec.init == InitKind::kLogUniform) {
+        philox_log_uniform(values, seed, piece.part->name, piece.first, spec.init_value);
       } else {
         philox_normal(values, seed, piece.part->name, piece.first, spec.init_value);
       }

@@ -5,6 +5,8 @@
 #include <map>
 #include <set>
 
+#include "models/model_contract.h"
+
 namespace marrow {
 namespace {
 
@@ -17,6 +19,9 @@ void check_equal(std::string_view key, const std::string& saved, const std::stri
 // What RoPE does beyond rope_theta, in either of the Hub's styles.
 std::string rope_scaling_text(const Json& config) {
   std::map<std::string, std::string> fields;
+  if (config.has("partial_rotary_factor")) {  // that of rope_parameters counts more
+    fields["partial_rotary_factor"] = json_number(config.at("partial_rotary_factor").as_double());
+  }
   for (const char* style : {"rope_scaling", "rope_parameters"}) {
     if (!config.has(style) || config.at(style).is_null()) continue;
     for (const auto& [key, value] : config.at(style).items()) {
@@ -63,12 +68,15 @@ void read_value(const Json& json, std::string& value) { value = json.as_string()
 
 }  // namespace
 
-void check_same_model(const Json& saved, const Json& current) {
+void check_same_model(const Json& saved_config, const Json& current_config) {
+  const Json saved = language_model_config(saved_config), current = language_model_config(current_config);
   // Fields that say how the file was written, not what the model computes.
   const std::set<std::string, std::less<>> ignored{
-      "transformers_version",     "torch_dtype",    "dtype",          "use_cache",    "architectures",
-      "output_router_logits",     "eos_token_id",   "bos_token_id",   "pad_token_id", "_name_or_path",
-      "num_nextn_predict_layers", "num_mtp_layers", "rope_parameters"};  // of the last, two keys below say the same
+      "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures", "output_router_logits",
+      "eos_token_id", "bos_token_id", "pad_token_id", "_name_or_path", "num_nextn_predict_layers", "num_mtp_layers",
+      "mtp_num_hidden_layers",
+      // Of these, two keys below say the same.
+      "rope_parameters", "partial_rotary_factor"};
   std::set<std::string> keys{"rope_theta", "rope_scaling", "num_experts"};
   for (const Json& config : {saved, current}) {
     for (const auto& [key, value] : config.items()) keys.insert(key);

@@ -60,6 +60,21 @@ TEST(PhiloxNormal, EveryCutOfATensorGivesTheSameElements) {
   }
 }
 
+TEST(PhiloxNormal, LogUniformIsWhatItsNameSays) {
+  for (const at::Device device : test_devices()) {
+    const at::Tensor whole = at::empty({20000}, at::TensorOptions(at::kFloat).device(device));
+    philox_log_uniform(whole, 3, "layers.0.a_log", 0, 16);
+    const at::Tensor part = at::empty({7}, whole.options());
+    philox_log_uniform(part, 3, "layers.0.a_log", 4321, 16);
+    EXPECT_TRUE(tensors_identical(part, whole.narrow(0, 4321, 7)));
+    const at::Tensor x = whole.cpu().to(at::kDouble).exp();
+    EXPECT_NEAR(x.min().item<double>(), 0.01, 1e-6);
+    EXPECT_LE(x.max().item<double>(), 16.0001);
+    EXPECT_NEAR(x.mean().item<double>(), 8, 4 * 16 / std::sqrt(12 * 20000.0));
+    EXPECT_NEAR(x.var().item<double>(), 256 / 12.0, 0.5);
+  }
+}
+
 TEST(PhiloxNormal, EqualOnEveryDevice) {
   for (const at::Device device : test_devices()) {
     const int64_t far = int64_t{1} << 40;

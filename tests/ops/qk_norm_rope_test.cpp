@@ -108,6 +108,34 @@ TEST(QkNormRope, WithoutNormsItSplitsAndRotates) {
   }
 }
 
+TEST(QkNormRope, RotateFrontLeavesTheRest) {
+  for (const at::Device device : test_devices()) {
+    for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+      for (const int64_t rotary : {2, 6, 16}) {
+        for (const int64_t tokens : {0, 1, 37}) {
+          // Heads with gaps between them, as a projection has them.
+          const at::Tensor heads = with_grad(random_tensor({tokens, 3, 2, 16}, dtype, device, 1));
+          const RopeTable table = make_rope_table(rope_inverse_frequencies(1e4, rotary), 50, 1.0, device);
+          const at::Tensor positions = some_positions(tokens, device);
+          const at::Tensor turned = rotate_front(heads.unbind(2)[0], table, positions);
+          const at::Tensor d = random_tensor({tokens, 3, 16}, dtype, device, 2);
+          turned.backward(d);
+          const at::Tensor front =
+              with_grad(heads.detach().select(2, 0).narrow(2, 0, rotary).flatten(1).repeat({1, 3}));
+          const at::Tensor expected = std::get<0>(split_and_rotate(front, table, positions, 3, 3));
+          expected.backward(d.narrow(2, 0, rotary));
+          EXPECT_TRUE(tensors_identical(turned.narrow(2, 0, rotary), expected));
+          EXPECT_TRUE(tensors_identical(turned.slice(2, rotary), heads.select(2, 0).slice(2, rotary)));
+          const at::Tensor grad = heads.grad().select(2, 0);
+          EXPECT_TRUE(tensors_identical(grad.narrow(2, 0, rotary),
+                                        front.grad().narrow(1, 0, 3 * rotary).unflatten(1, {3, rotary})));
+          EXPECT_TRUE(tensors_identical(grad.slice(2, rotary), d.slice(2, rotary)));
+        }
+      }
+    }
+  }
+}
+
 TEST(QkNormRope, NormGradientsRepeatToTheBit) {
   for (const at::Device device : test_devices()) {
     const at::Tensor qkv = with_grad(random_tensor({2311, 4 * 64}, at::kFloat, device, 1));

@@ -58,6 +58,29 @@ TEST(RmsNorm, MatchesPlainComposition) {
   }
 }
 
+// Weights that say how far a factor is from 1: added in fp32, so that in bf16 too a small one counts.
+TEST(RmsNorm, OffsetIsAddedToTheWeight) {
+  for (const Case& c : cases()) {
+    SCOPED_TRACE(name_of(c));
+    const double tolerance = c.dtype == at::kFloat ? 2e-5 : 1e-2;
+    const at::Tensor x = with_grad(random_tensor({c.rows, c.hidden}, c.dtype, c.device, 1));
+    const at::Tensor r = with_grad(at::zeros_like(x));
+    const Parameter weight = make_parameter(random_tensor({c.hidden}, c.dtype, c.device, 2));
+    const at::Tensor dy = random_tensor({c.rows, c.hidden}, c.dtype, c.device, 3);
+    const at::Tensor y = rms_norm(x, weight, kEps, 1);
+    y.backward(dy);
+    EXPECT_TRUE(tensors_identical(add_rms_norm(x.detach(), r.detach(), weight, kEps, 1).second, y));
+
+    const at::Tensor reference_x = reference_leaf(x);
+    const at::Tensor reference_weight = reference_leaf(weight.value);
+    const at::Tensor reference_y = plain_norm(reference_x, reference_weight + 1);
+    reference_y.backward(dy.to(at::kCPU, at::kDouble));
+    EXPECT_TRUE(tensors_close(y, reference_y, tolerance, tolerance));
+    EXPECT_TRUE(tensors_close(x.grad(), reference_x.grad(), tolerance, 2 * tolerance));
+    EXPECT_TRUE(tensors_close(weight.grad, reference_weight.grad(), 1e-5, 1e-6 * (c.rows + 1)));
+  }
+}
+
 TEST(RmsNorm, AddMatchesPlainComposition) {
   for (const Case& c : cases()) {
     SCOPED_TRACE(name_of(c));

@@ -1,0 +1,513 @@
+#include "models/qwen3_5_moe.h"
+
+#include "models/key_value_cache.h"
+#include "ops/gated_delta_rule.h"
+#include "ops/gated_rms_norm.h"
+#include "ops/grouped_linear.h"
+#include "ops/linear.h"
+#include "ops/op_tools.h"
+#include "ops/qk_norm_rope.h"
+#include "ops/rms_norm.h"
+#include "ops/rows.h"
+#include "ops/short_convolution.h"
+#include "ops/swiglu.h"
+#include "parallel/context_attention.h"
+#include "parallel/context_delta_rule.h"
+
+namespace marrow {
+namespace {
+
+constexpr double kCentre = 1;  // what norms add to their weights, all but that of the delta rule's output
+
+struct Qwen35MoeConfig {
+  ModelShape shape;
+  std::vector<bool> full_attention;  // of each layer; else it is a DeltaNet layer
+  int64_t heads = 0;                 // Hq
+  int64_t kv_heads = 0;              // Hkv
+  int64_t head_size = 0;             // D
+  int64_t rotary_size = 0;           // elements of a head that turn
+  double rope_theta = 0;
+  int64_t key_heads = 0;     // Hk, queries and keys of a DeltaNet layer
+  int64_t value_heads = 0;   // Hv
+  int64_t key_size = 0;      // Dk
+  int64_t value_size = 0;    // Dv
+  int64_t kernel = 0;        // K, of the convolution
+  int64_t intermediate = 0;  // I, of an expert
+  int64_t shared_inner = 0;  // I of the shared expert
+
+  int64_t keys() const { return key_heads * key_size; }
+  int64_t values() const { return value_heads * value_size; }
+  int64_t channels() const { return 2 * keys() + values(); }  // C, what the convolution sees
+};
+
+[[noreturn]] void refuse(const Json& value, const std::string& supported) {
+  value.fail(fmt::format("{} is not supported for qwen3_5_moe", value.dump()),
+             Fix(fmt::format("set it to {}", supported)));
+}
+
+bool given(const Json& config, const char* key) { return config.has(key) && !config.at(key).is_null(); }
+
+void refuse_unsupported(const Json& config) {
+  const auto must_be = [&](const char* key, const char* supported) {
+    if (given(config, key) && config.at(key).dump() != supported) refuse(config.at(key), supported);
+  };
+  must_be("hidden_act", "\"silu\"");
+  must_be("attention_bias", "false");
+  must_be("attn_output_gate", "true");
+  must_be("norm_topk_prob", "true");
+  must_be("decoder_sparse_step", "1");
+  must_be("mlp_only_layers", "[]");
+  must_be("mamba_ssm_dtype", "\"float32\"");
+  must_be("rope_scaling", "null");
+  if (config.double_or("attention_dropout", 0.0) != 0.0) refuse(config.at("attention_dropout"), "0");
+  if (given(config, "quantization_config")) {
+    config.at("quantization_config").fail("quantised weights are not supported", Fix("convert the model to bf16"));
+  }
+}
+
+void within(const Json& config, const char* key, double value, double low, double high) {
+  if (value >= low && value <= high) return;
+  config.fail(fmt::format("{} = {} is not between {} and {}", key, value, low, high),
+              Fix(fmt::format("set {} as the published models do", key)));
+}
+
+int64_t size_of(const Json& config, const char* key, double highest = 1 << 24) {
+  within(config, key, config.at(key).as_double(), 1, highest);
+  return config.at(key).as_int();
+}
+
+// A number of rope_parameters, or of old one of the config itself.
+double rope_number(const Json& config, const char* key) {
+  const bool inside = given(config, "rope_parameters") && config.at("rope_parameters").has(key);
+  return (inside ? config.at("rope_parameters") : config).at(key).as_double();
+}
+
+void read_rope(const Json& config, Qwen35MoeConfig& c) {
+  constexpr std::array kKnown{"rope_type",        "type", "rope_theta", "partial_rotary_factor", "mrope_section",
+                              "mrope_interleaved"};  // the last two turn images alone
+  if (given(config, "rope_parameters")) {
+    for (const auto& [key, value] : config.at("rope_parameters").items()) {
+      if (std::ranges::find(kKnown, key) == kKnown.end() && !value.is_null()) {
+        value.fail("this option of RoPE is not supported for qwen3_5_moe", Fix("remove it, if the weights allow"));
+      }
+      if (key.ends_with("type") && value.dump() != "\"default\"") refuse(value, "\"default\"");
+    }
+  }
+  c.rope_theta = rope_number(config, "rope_theta");
+  within(config, "rope_theta", c.rope_theta, 1 + 1e-9, 1e12);
+  if (config.double_or("rope_theta", c.rope_theta) != c.rope_theta) {
+    refuse(config.at("rope_theta"), json_text(c.rope_theta) + ", as in rope_parameters");
+  }
+  // transformers writes 0.25 outside of rope_parameters, whatever stands in there.
+  const double share = rope_number(config, "partial_rotary_factor");
+  within(config, "partial_rotary_factor", share, 0, 1);
+  c.rotary_size = static_cast<int64_t>(static_cast<double>(c.head_size) * share);
+  if (c.rotary_size < 2 || c.rotary_size % 2 != 0) {
+    config.fail(fmt::format("partial_rotary_factor {} turns {} of the {} elements of a head; RoPE turns pairs", share,
+                            c.rotary_size, c.head_size),
+                Fix("set partial_rotary_factor so that its product with head_dim is even"));
+  }
+}
+
+std::vector<bool> read_layer_types(const Json& config, int64_t layers) {
+  std::vector<bool> full;
+  if (!given(config, "layer_types")) {
+    const int64_t interval = size_of(config, "full_attention_interval");
+    for (int64_t layer = 0; layer < layers; ++layer) full.push_back((layer + 1) % interval == 0);
+    return full;
+  }
+  const Json types = config.at("layer_types");
+  if (static_cast<int64_t>(types.size()) != layers) {
+    types.fail(fmt::format("{} entries for {} layers", types.size(), layers), Fix("give one entry a layer"));
+  }
+  for (const Json& type : types.elements()) {
+    full.push_back(type.as_string() == "full_attention");
+    if (!full.back() && type.as_string() != "linear_attention") {
+      refuse(type, "\"linear_attention\" or \"full_attention\"");
+    }
+  }
+  return full;
+}
+
+void check_divides(const Json& config, const char* key, const char* by) {
+  if (config.at(key).as_int() % config.at(by).as_int() == 0) return;
+  config.at(by).fail(fmt::format("{} does not divide {} = {}", config.at(by).dump(), key, config.at(key).dump()),
+                     Fix(fmt::format("set {} to a divisor of {}", by, key)));
+}
+
+Qwen35MoeConfig read_config(const Json& config) {
+  refuse_unsupported(config);
+  Qwen35MoeConfig c;
+  c.shape.layers = size_of(config, "num_hidden_layers", 1000);
+  c.shape.hidden = size_of(config, "hidden_size");
+  c.shape.vocab = size_of(config, "vocab_size");
+  c.shape.max_position = size_of(config, "max_position_embeddings");
+  const char* experts_key = config.has("num_experts") ? "num_experts" : "num_local_experts";
+  c.shape.experts = size_of(config, experts_key, 1e5);
+  if (config.int_or("num_local_experts", c.shape.experts) != c.shape.experts) {
+    refuse(config.at("num_local_experts"), fmt::format("{}, as num_experts", c.shape.experts));
+  }
+  c.shape.top_k = size_of(config, "num_experts_per_tok", static_cast<double>(c.shape.experts));
+  c.shape.rms_norm_eps = config.at("rms_norm_eps").as_double();
+  within(config, "rms_norm_eps", c.shape.rms_norm_eps, 1e-12, 0.1);
+  c.shape.initializer_range = config.double_or("initializer_range", 0.02);
+  within(config, "initializer_range", c.shape.initializer_range, 1e-9, 10);
+  c.shape.router_aux_loss_coef = config.double_or("router_aux_loss_coef", 1e-3);
+  within(config, "router_aux_loss_coef", c.shape.router_aux_loss_coef, 0, 1e3);
+  c.shape.tied_embeddings = config.bool_or("tie_word_embeddings", false);
+  c.heads = size_of(config, "num_attention_heads");
+  c.kv_heads = size_of(config, "num_key_value_heads");
+  check_divides(config, "num_attention_heads", "num_key_value_heads");
+  c.head_size = size_of(config, "head_dim", 512);
+  c.key_heads = size_of(config, "linear_num_key_heads");
+  c.value_heads = size_of(config, "linear_num_value_heads");
+  check_divides(config, "linear_num_value_heads", "linear_num_key_heads");
+  c.key_size = size_of(config, "linear_key_head_dim", 256);
+  c.value_size = size_of(config, "linear_value_head_dim", 256);
+  c.kernel = size_of(config, "linear_conv_kernel_dim", 4);
+  c.intermediate = size_of(config, "moe_intermediate_size");
+  c.shared_inner = size_of(config, "shared_expert_intermediate_size");
+  c.full_attention = read_layer_types(config, c.shape.layers);
+  read_rope(config, c);
+  return c;
+}
+
+// The logarithm of a state's decay, g = −exp(A_log) · softplus(a + dt_bias), in fp32.
+at::Tensor log_decay(const at::Tensor& a,         // [T, Hv]
+                     const Parameter& a_log,      // [Hv]
+                     const Parameter& dt_bias) {  // [Hv]
+  const at::Tensor rate = a_log.value.to(at::kFloat).exp();
+  const at::Tensor x = a.detach().to(at::kFloat) + dt_bias.value.to(at::kFloat);
+  const at::Tensor g = at::softplus(x).mul_(rate).neg_();
+  return differentiable({a}, {g}, [=, type = a.scalar_type()](const variable_list& d_out) -> variable_list {
+    const at::Tensor dx = d_out[0] * x.sigmoid().mul_(rate).neg_();
+    if (a_log.grad.defined()) a_log.grad.add_((d_out[0] * g).sum(0));
+    if (dt_bias.grad.defined()) dt_bias.grad.add_(dx.sum(0));
+    return {dx.to(type)};
+  })[0];
+}
+
+std::string own_prefix(int64_t layer) { return fmt::format("layers.{}.", layer); }
+
+class Qwen35MoeLayer final : public DecoderLayer {
+ public:
+  Qwen35MoeLayer(const Qwen35MoeConfig& config, int64_t layer, const ParameterTable& table, RopeTable rope)
+      : config_(config), layer_(layer), rope_(std::move(rope)) {
+    const auto get = [&](const char* name) { return table.at(own_prefix(layer) + name); };
+    input_norm_ = get("input_norm");
+    input_ = get("input");
+    output_ = get("output");
+    if (config.full_attention[layer]) {
+      q_norm_ = get("q_norm");
+      k_norm_ = get("k_norm");
+    } else {
+      convolution_ = get("convolution");
+      a_log_ = get("a_log");
+      dt_bias_ = get("dt_bias");
+      value_norm_ = get("value_norm");
+    }
+    post_norm_ = get("post_norm");
+    router_ = get("router");
+    shared_gate_ = get("shared.gate");
+    shared_gate_up_ = get("shared.gate_up");
+    shared_down_ = get("shared.down");
+    gate_up_ = get("experts.gate_up");
+    down_ = get("experts.down");
+  }
+
+  RoutedTokens attend_and_route(const at::Tensor& hidden, const LayerContext& context) const override {
+    const double eps = config_.shape.rms_norm_eps;
+    const at::Tensor normed = rms_norm(hidden, input_norm_, eps, kCentre);
+    if (context.recompute != nullptr) {
+      context.recompute->add({normed}, [=, this] { return std::vector{rms_norm(hidden, input_norm_, eps, kCentre)}; });
+    }
+    const at::Tensor mixed = config_.full_attention[layer_] ? attend(normed, context) : recur(normed, context);
+    auto [residual, post] =
+        add_rms_norm(linear(mixed, output_, *context.weight_grads), hidden, post_norm_, eps, kCentre);
+    RouterOptions options;
+    options.top_k = config_.shape.top_k;
+    options.normalize = true;
+    options.forced = context.forced_routing;
+    RouterOutput routing = router(post, router_, context.selection_bias, context.balance_groups, options,
+                                  context.balance, *context.weight_grads);
+    return {std::move(residual), std::move(post), std::move(routing)};
+  }
+
+  at::Tensor run_experts(const at::Tensor& rows, const at::Tensor& row_weights, const at::Tensor& offsets,
+                         const LayerContext& context) const override {
+    const at::Tensor gate_up = grouped_linear(rows, gate_up_, offsets, *context.weight_grads);
+    const at::Tensor activated = swiglu(gate_up, row_weights);
+    if (context.recompute != nullptr) {
+      context.recompute->add({activated}, [=] { return std::vector{swiglu(gate_up, row_weights)}; });
+    }
+    return grouped_linear(activated, down_, offsets, *context.weight_grads);
+  }
+
+  // The shared expert reads what the router read, and so does the gate before it.
+  at::Tensor combine_and_add(const at::Tensor& residual, const at::Tensor& normed, const at::Tensor& rows,
+                             const RowMap& map, const LayerContext& context) const override {
+    WeightGradQueue& queue = *context.weight_grads;
+    const at::Tensor gate_up = linear(normed, shared_gate_up_, queue);
+    const at::Tensor activated = swiglu(gate_up);
+    if (context.recompute != nullptr) {
+      context.recompute->add({activated}, [=] { return std::vector{swiglu(gate_up)}; });
+    }
+    const at::Tensor gate = linear(normed, shared_gate_, queue).sigmoid();
+    return sum_rows(rows, map, residual + gate * linear(activated, shared_down_, queue));
+  }
+
+ private:
+  // Gated full attention → [T, Hq·D].
+  at::Tensor attend(const at::Tensor& normed, const LayerContext& context) const {
+    const Qwen35MoeConfig& c = config_;
+    const double eps = c.shape.rms_norm_eps;
+    const int64_t kv = c.kv_heads * c.head_size;
+    const auto parts =
+        linear(normed, input_, *context.weight_grads).split_with_sizes({2 * c.heads * c.head_size, kv, kv}, 1);
+    const auto query = parts[0].unflatten(1, {c.heads, 2, c.head_size}).unbind(2);  // q and its gate, by head
+    const auto normed_heads = [&](const at::Tensor& heads, const Parameter& norm) {
+      return rms_norm(heads.reshape({-1, c.head_size}), norm, eps, kCentre).view({heads.size(0), -1, c.head_size});
+    };
+    const at::Tensor q = rotate_front(normed_heads(query[0], q_norm_), rope_, context.positions);
+    const at::Tensor k = rotate_front(normed_heads(parts[1], k_norm_), rope_, context.positions);
+    const at::Tensor v = parts[2].unflatten(1, {c.kv_heads, c.head_size});
+    const double scale = 1.0 / std::sqrt(static_cast<double>(c.head_size));
+    const at::Tensor attended =
+        context.cache != nullptr
+            ? context.cache->attend(layer_, q, k, v, scale)
+            : context_attention(q, k, v, context.attention, scale, context.deterministic, context.context_ring);
+    return (attended * query[1].sigmoid()).flatten(1);
+  }
+
+  // Gated DeltaNet → [T, Hv·Dv].
+  at::Tensor recur(const at::Tensor& normed, const LayerContext& context) const {
+    const Qwen35MoeConfig& c = config_;
+    const auto parts = linear(normed, input_, *context.weight_grads)
+                           .split_with_sizes({c.channels(), c.values(), c.value_heads, c.value_heads}, 1);
+    const at::Tensor beta = parts[2].to(at::kFloat).sigmoid(), g = log_decay(parts[3], a_log_, dt_bias_);
+    const auto rule = [&](const at::Tensor& mixed, const auto& run) {
+      const auto heads = mixed.split_with_sizes({c.keys(), c.keys(), c.values()}, 1);
+      return run(heads[0].unflatten(1, {c.key_heads, c.key_size}), heads[1].unflatten(1, {c.key_heads, c.key_size}),
+                 heads[2].unflatten(1, {c.value_heads, c.value_size}));
+    };
+    at::Tensor out;
+    if (context.cache != nullptr) {
+      KeyValueCache::Recurrence& before = context.cache->recurrence(layer_);
+      const at::Tensor starts = at::tensor({int64_t{0}, normed.size(0)}, at::kInt).to(normed.device());
+      if (!before.rows.defined()) before.rows = at::zeros({1, c.kernel - 1, c.channels()}, normed.options());
+      const at::Tensor mixed = short_convolution(parts[0].contiguous(), convolution_, starts, before.rows);
+      before.rows = at::cat({before.rows, parts[0].unsqueeze(0)}, 1).slice(1, normed.size(0)).contiguous();
+      out = rule(mixed, [&](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+        const GatedDeltaRule result = gated_delta_rule(q, k, v, g, beta, starts, before.state);
+        before.state = result.state;
+        return result.out;
+      });
+    } else {
+      const at::Tensor mixed =
+          context_short_convolution(parts[0], convolution_, context.attention, context.context_ring);
+      out = rule(mixed, [&](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+        return context_gated_delta_rule(q, k, v, g, beta, context.attention, context.context_ring);
+      });
+    }
+    const at::Tensor gate = parts[1].unflatten(1, {c.value_heads, c.value_size});
+    return gated_rms_norm(out, gate, value_norm_, c.shape.rms_norm_eps).flatten(1);
+  }
+
+  Qwen35MoeConfig config_;
+  int64_t layer_;
+  RopeTable rope_;
+  Parameter input_norm_;   // [H]
+  Parameter input_;        // [(2·Hq + 2·Hkv)·D, H]: each head's q before its gate, k, v; or [C + Hv·Dv + 2·Hv, H]
+  Parameter q_norm_;       // [D]
+  Parameter k_norm_;       // [D]
+  Parameter convolution_;  // [C, K]
+  Parameter a_log_;        // [Hv]
+  Parameter dt_bias_;      // [Hv]
+  Parameter value_norm_;   // [Dv]
+  Parameter output_;       // [H, Hq·D] or [H, Hv·Dv]
+  Parameter post_norm_;    // [H]
+  Parameter router_;       // [E, H]
+  Parameter shared_gate_;  // [1, H]
+  Parameter shared_gate_up_;  // [2I, H]
+  Parameter shared_down_;     // [H, I]
+  Parameter gate_up_;         // [E, 2I, H], each expert's gate before its up
+  Parameter down_;            // [E, H, I]
+};
+
+class Qwen35Moe final : public MoeModel {
+ public:
+  explicit Qwen35Moe(Qwen35MoeConfig config) : config_(std::move(config)) {}
+
+  const ModelShape& shape() const override { return config_.shape; }
+
+  std::vector<ParameterSpec> embedding_specs() const override {
+    return {adamw(matrix("embedding", {config_.shape.vocab, config_.shape.hidden}, "model.embed_tokens.weight"))};
+  }
+
+  std::vector<ParameterSpec> layer_specs(int64_t layer) const override {
+    const Qwen35MoeConfig& c = config_;
+    const int64_t hidden = c.shape.hidden;
+    const std::string own = own_prefix(layer), hub = fmt::format("model.layers.{}.", layer), mlp = hub + "mlp.";
+    std::vector<ParameterSpec> specs{vector(own + "input_norm", {hidden}, hub + "input_layernorm.weight", 0)};
+    const auto add = [&](ParameterSpec spec) -> ParameterSpec& { return specs.emplace_back(std::move(spec)); };
+
+    if (c.full_attention[layer]) {
+      const std::string attention = hub + "self_attn.";
+      const int64_t q_rows = c.heads * c.head_size, kv_rows = c.kv_heads * c.head_size;
+      add(matrix(own + "input", {2 * q_rows + 2 * kv_rows, hidden}, "")).parts = {
+          {attention + "q_proj.weight", {2 * q_rows, hidden}},
+          {attention + "k_proj.weight", {kv_rows, hidden}},
+          {attention + "v_proj.weight", {kv_rows, hidden}}};
+      add(vector(own + "q_norm", {c.head_size}, attention + "q_norm.weight", 0));
+      add(vector(own + "k_norm", {c.head_size}, attention + "k_norm.weight", 0));
+      add(matrix(own + "output", {hidden, q_rows}, attention + "o_proj.weight"));
+    } else {
+      const std::string attention = hub + "linear_attn.";
+      add(matrix(own + "input", {c.channels() + c.values() + 2 * c.value_heads, hidden}, "")).parts = {
+          {attention + "in_proj_qkv.weight", {c.channels(), hidden}},
+          {attention + "in_proj_z.weight", {c.values(), hidden}},
+          {attention + "in_proj_b.weight", {c.value_heads, hidden}},
+          {attention + "in_proj_a.weight", {c.value_heads, hidden}}};
+      ParameterSpec& convolution = add(matrix(own + "convolution", {c.channels(), c.kernel}, ""));
+      convolution.parts = {{attention + "conv1d.weight", {c.channels(), 1, c.kernel}}};
+      convolution.rule = UpdateRule::kAdamW;
+      convolution.decay = false;
+      add(vector(own + "a_log", {c.value_heads}, attention + "A_log", 16)).init = InitKind::kLogUniform;
+      add(vector(own + "dt_bias", {c.value_heads}, attention + "dt_bias", 1));
+      add(vector(own + "value_norm", {c.value_size}, attention + "norm.weight", 1));
+      add(matrix(own + "output", {hidden, c.values()}, attention + "out_proj.weight"));
+    }
+    add(vector(own + "post_norm", {hidden}, hub + "post_attention_layernorm.weight", 0));
+    add(adamw(matrix(own + "router", {c.shape.experts, hidden}, mlp + "gate.weight")));
+    add(adamw(matrix(own + "shared.gate", {1, hidden}, mlp + "shared_expert_gate.weight")));
+    add_mlp(specs, own + "shared.", {mlp + "shared_expert."}, c.shared_inner, false);
+    std::vector<std::string> experts;
+    for (int64_t e = 0; e < c.shape.experts; ++e) experts.push_back(fmt::format("{}experts.{}.", mlp, e));
+    add_mlp(specs, own + "experts.", experts, c.intermediate, true);
+    return specs;
+  }
+
+  std::vector<ParameterSpec> head_specs() const override {
+    std::vector<ParameterSpec> specs{vector("final_norm", {config_.shape.hidden}, "model.norm.weight", 0)};
+    if (config_.shape.tied_embeddings) return specs;
+    specs.push_back(adamw(matrix("head", {config_.shape.vocab, config_.shape.hidden}, "lm_head.weight")));
+    return specs;
+  }
+
+  std::unique_ptr<DecoderLayer> make_layer(int64_t layer, const ParameterTable& table,
+                                           at::Device device) const override {
+    if (!rope_.cos.defined()) {
+      rope_ = make_rope_table(rope_inverse_frequencies(config_.rope_theta, config_.rotary_size),
+                              config_.shape.max_position, 1.0, device);
+    }
+    return std::make_unique<Qwen35MoeLayer>(config_, layer, table, rope_);
+  }
+
+  at::Tensor final_norm(const at::Tensor& hidden, const ParameterTable& table) const override {
+    return rms_norm(hidden, table.at("final_norm"), config_.shape.rms_norm_eps, kCentre);
+  }
+
+  double forward_flops_per_token(int64_t seq_len) const override {
+    const Qwen35MoeConfig& c = config_;
+    const double hidden = c.shape.hidden, q = c.heads * c.head_size, kv = c.kv_heads * c.head_size;
+    const double full = 2 * hidden * (3 * q + 2 * kv) + 2 * q * seq_len;  // QKᵀ and PV, half of each
+    // Each token reads its state by key and by query, and adds to it.
+    const double delta =
+        2 * hidden * (c.channels() + 2 * c.values() + 2 * c.value_heads) + 3 * 2 * c.values() * c.key_size;
+    const double moe = 2 * hidden * (c.shape.experts + 1 + 3 * (c.intermediate * c.shape.top_k + c.shared_inner));
+    const auto full_layers = std::ranges::count(c.full_attention, true);
+    return full_layers * full + (c.shape.layers - full_layers) * delta + c.shape.layers * moe +
+           2 * hidden * c.shape.vocab;
+  }
+
+  ActivationBytes activation_bytes(int64_t layer, int64_t element) const override {
+    const Qwen35MoeConfig& c = config_;
+    const int64_t hidden = c.shape.hidden, experts = c.shape.experts, inner = c.intermediate, shared = c.shared_inner;
+    ActivationBytes bytes;
+    // Input, normed, residual, normed again; gate and up of the shared expert, activated, its result and the sum. In
+    // fp32 the router's logits and their log-sum-exp, experts and weights.
+    bytes.token = element * (4 * hidden + 3 * shared + 2 * hidden) + 4 * (experts + 1 + 2 * c.shape.top_k);
+    bytes.token_cheap = element * (hidden + shared);
+    bytes.token_backward = element * (4 * hidden + 2 * experts);
+    if (c.full_attention[layer]) {
+      const int64_t q = c.heads * c.head_size, kv = c.kv_heads * c.head_size;
+      // What the product gave (v and the gates are in it); q and k by themselves, normed, and turned; what attention
+      // gave, the gates' sigmoids, and their product.
+      bytes.token += element * ((2 * q + 2 * kv) + 2 * (q + kv) + 3 * q) + 4 * (c.heads + c.rotary_size);
+      bytes.token_backward += element * 2 * (2 * q + 2 * kv);
+      bytes.token_ring = 4 * (2 * q + 3 * 2 * kv);  // fp32: a sum and a part of it, three keys and values
+    } else {
+      const int64_t mixed = c.channels(), values = c.values(), states = values * c.key_size;
+      // What the product gave, the convolution's input and result, its heads by themselves; what the rule gave, and its
+      // norm. In fp32 the decays' and betas' factors.
+      bytes.token += element * ((mixed + values) + 3 * mixed + values + 2 * values) + 4 * 6 * c.value_heads;
+      bytes.token_backward += element * 2 * mixed + 4 * (2 * mixed + values);
+      // A second run of the rule, and fp32 states, here as of chunks of 128 tokens.
+      bytes.token_ring = element * 4 * values + 4 * 4 * (states + c.value_heads * c.key_size * c.key_size) / 128;
+    }
+    bytes.expert_row = element * (hidden + 2 * inner + inner) + 4;  // row, gate and up, activated, weight
+    bytes.expert_row_cheap = element * (hidden + inner);
+    // The gradient of the result, and then those of activated, gate and up, or that of the row.
+    bytes.expert_row_backward = element * (hidden + std::max(hidden, 3 * inner));
+    return bytes;
+  }
+
+ private:
+  ParameterSpec matrix(std::string name, std::vector<int64_t> shape, std::string hub_name) const {
+    ParameterSpec spec;
+    spec.parts = {{std::move(hub_name), shape}};
+    spec.name = std::move(name);
+    spec.shape = std::move(shape);
+    spec.init_value = static_cast<float>(config_.shape.initializer_range);
+    return spec;
+  }
+
+  static ParameterSpec adamw(ParameterSpec spec) {
+    spec.rule = UpdateRule::kAdamW;
+    return spec;
+  }
+
+  // What weight decay and Muon leave alone: norms and what decides the states' decay.
+  static ParameterSpec vector(std::string name, std::vector<int64_t> shape, std::string hub_name, float value) {
+    ParameterSpec spec;
+    spec.parts = {{std::move(hub_name), shape}};
+    spec.name = std::move(name);
+    spec.shape = std::move(shape);
+    spec.rule = UpdateRule::kAdamW;
+    spec.decay = false;
+    spec.init = InitKind::kConstant;
+    spec.init_value = value;
+    return spec;
+  }
+
+  // gate_up and down of one MLP, or stacked of the experts whose Hub names begin with `hubs`.
+  void add_mlp(std::vector<ParameterSpec>& specs, const std::string& own, const std::vector<std::string>& hubs,
+               int64_t inner, bool expert) const {
+    const int64_t hidden = config_.shape.hidden;
+    ParameterSpec gate_up = matrix(own + "gate_up", {2 * inner, hidden}, "");
+    ParameterSpec down = matrix(own + "down", {hidden, inner}, "");
+    gate_up.parts.clear();
+    down.parts.clear();
+    for (const std::string& hub : hubs) {
+      gate_up.parts.push_back({hub + "gate_proj.weight", {inner, hidden}});
+      gate_up.parts.push_back({hub + "up_proj.weight", {inner, hidden}});
+      down.parts.push_back({hub + "down_proj.weight", {hidden, inner}});
+    }
+    for (ParameterSpec* spec : {&gate_up, &down}) {
+      spec->expert = expert;
+      if (expert) spec->shape.insert(spec->shape.begin(), std::ssize(hubs));
+      specs.push_back(std::move(*spec));
+    }
+  }
+
+  Qwen35MoeConfig config_;
+  mutable RopeTable rope_;  // made once, shared by the layers
+};
+
+}  // namespace
+
+std::unique_ptr<MoeModel> open_qwen3_5_moe(const Json& config) {
+  return std::make_unique<Qwen35Moe>(read_config(config));
+}
+
+}  // namespace marrow
