@@ -195,7 +195,15 @@ void backward_cpu(const Inputs& in, const Tensor& d_out, const Tensor& d_states,
       // Of the scores and of A / β, without their decay.
       sgemm(false, true, n, n, dv, d_rows.data(), dv, chunk_u, dv, 0, d_scores.data(), n);
       sgemm(false, true, n, n, dv, z.data(), dv, chunk_u, dv, 0, d_a.data(), n);
+      // g_t is in the decay from row j to row i where j < t ≤ i: its gradient is the sum of those pairs' own. (As a sum
+      // of rows less one of columns it would drown in what these have in common, where the decay is strong.)
+      std::array<double, kChunk> dg{}, enters{}, leaves{};
       for (int64_t i = 0; i < n; ++i) {
+        double pairs = 0;
+        for (int64_t j = 0; j < i; ++j) {
+          const int64_t ij = i * n + j;
+          dg[j + 1] += pairs += scores[ij] * d_scores[ij] - chunk.a[ij] * d_a[ij];
+        }
         for (int64_t j = 0; j < n; ++j) {
           const int64_t ij = i * n + j;
           d_scores[ij] *= chunk.decay[ij];
@@ -206,30 +214,32 @@ void backward_cpu(const Inputs& in, const Tensor& d_out, const Tensor& d_states,
       // k as a source of what later rows and the state read.
       scale_rows(chunk_u, dv, scaled.data(), n, dv, [&](int64_t i) { return chunk.decay_to_end(i); });
       sgemm(false, true, n, dk, dv, scaled.data(), dv, d_state, dv, 0, source.data(), dk);
-      float d_sum_at_end = chunk.decay_of_all() * dot(state, d_state, size);
-      for (int64_t i = 0; i < n; ++i) d_sum_at_end += dot(source.data() + i * dk, chunk.k + i * stride, dk);
+      const double passes = chunk.decay_of_all() * dot(state, d_state, size);
+      for (int64_t i = 0; i < n; ++i) leaves[i] = dot(source.data() + i * dk, chunk.k + i * stride, dk);
       sgemm(true, false, n, dk, n, d_scores.data(), n, chunk.q, stride, 1, source.data(), dk);
       sgemm(true, false, n, dk, n, scaled_d_a.data(), n, chunk.k, stride, 1, source.data(), dk);
       // q, and k as a row of A and of e^G K S (times β); and d_state before the chunk.
-      sgemm(false, false, n, dk, n, d_scores.data(), n, chunk.k, stride, 0, dq, heads * dk);
-      sgemm(false, false, n, dk, n, d_a.data(), n, chunk.k, stride, 0, row.data(), dk);
       scale_rows(d_rows.data(), dv, scaled.data(), n, dv, [&](int64_t i) { return chunk.entry[i]; });
-      sgemm(false, true, n, dk, dv, scaled.data(), dv, state, dv, 1, dq, heads * dk);
+      sgemm(false, true, n, dk, dv, scaled.data(), dv, state, dv, 0, dq, heads * dk);
+      for (int64_t i = 0; i < n; ++i) enters[i] = dot(chunk.q + i * stride, dq + i * heads * dk, dk);
+      sgemm(false, false, n, dk, n, d_scores.data(), n, chunk.k, stride, 1, dq, heads * dk);
       const float all = chunk.decay_of_all();
       for (int64_t i = 0; i < size; ++i) d_state[i] *= all;
       sgemm(true, false, dk, dv, n, chunk.q, stride, scaled.data(), dv, 1, d_state, dv);
       scale_rows(z.data(), dv, scaled.data(), n, dv, [&](int64_t i) { return -chunk.entry[i]; });
-      sgemm(false, true, n, dk, dv, scaled.data(), dv, state, dv, 1, row.data(), dk);
+      sgemm(false, true, n, dk, dv, scaled.data(), dv, state, dv, 0, row.data(), dk);
+      for (int64_t i = 0; i < n; ++i) {
+        enters[i] += chunk.beta_of(i) * dot(chunk.k + i * stride, row.data() + i * dk, dk);
+      }
+      sgemm(false, false, n, dk, n, d_a.data(), n, chunk.k, stride, 1, row.data(), dk);
       scale_rows(scaled.data(), dv, scaled.data(), n, dv, [&](int64_t i) { return chunk.beta_of(i); });
       sgemm(true, false, dk, dv, n, chunk.k, stride, scaled.data(), dv, 1, d_state, dv);
-      // Σ over later rows of the gradient of G is that of g.
-      double d_sum = d_sum_at_end;
-      for (int64_t i = n - 1; i >= 0; --i) {
+      double entered = 0, left = 0;  // from the state to row i or a later one; from an earlier one to the state
+      for (int64_t i = n - 1; i >= 0; --i) dg[i] += entered += enters[i];
+      for (int64_t i = 0; i < n; left += leaves[i++]) {
         const float* key = chunk.k + i * stride;
         const float beta = chunk.beta_of(i), d_row = dot(key, row.data() + i * dk, dk);
-        d_sum +=
-            dot(chunk.q + i * stride, dq + i * heads * dk, dk) + beta * d_row - dot(key, source.data() + i * dk, dk);
-        floats(grads.g)[(at + i) * heads + head] = static_cast<float>(d_sum);
+        floats(grads.g)[(at + i) * heads + head] = static_cast<float>(dg[i] + left + passes);
         floats(grads.beta)[(at + i) * heads + head] =
             d_row + dot(z.data() + i * dv, chunk.v + i * chunk.value_stride, dv);
         for (int64_t d = 0; d < dk; ++d) d_k[i * heads * dk + d] = beta * row[i * dk + d] + source[i * dk + d];

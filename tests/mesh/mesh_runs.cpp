@@ -54,7 +54,7 @@ std::string qwen3_5_config(const Setting& setting) {
       R"({{"model_type": "qwen3_5_moe_text", "num_hidden_layers": {}, "hidden_size": 64, "num_attention_heads": 4,
 "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
 "shared_expert_intermediate_size": 40, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
-"linear_value_head_dim": 12, "linear_conv_kernel_dim": 4, "full_attention_interval": 2, "vocab_size": 512,
+"linear_value_head_dim": 24, "linear_conv_kernel_dim": 4, "full_attention_interval": 2, "vocab_size": 512,
 "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "rope_parameters": {{"rope_type": "default", "rope_theta": 1000000.0,
 "partial_rotary_factor": 0.25}}, "tie_word_embeddings": {}, "initializer_range": 0.05}})",
       setting.layers(), setting.tied);
