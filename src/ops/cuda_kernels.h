@@ -163,6 +163,53 @@ void mla_rope_forward_cuda(const MlaRopeArgs& args, View q, View kv, View k_rope
 void mla_rope_backward_cuda(const MlaRopeArgs& args, View dq_out, View dk_out, View dv_out, View dq, View dkv,
                             View dk_rope);
 
+// As gated_delta_rule, Dk and Dv multiples of 8 up to 128. Rows of q, k and v start at multiples of 16 bytes, `stride`
+// elements apart; the tensors from `factors` on are scratch in the sizes that gated_delta_rule_chunks gives, [places ·
+// Hv, …]: a place for each chunk of each segment, some of them unused.
+struct GatedDeltaRuleArgs {
+  View q, k, v, g, beta, starts, initial;  // initial: or none
+  int64_t q_stride, k_stride, v_stride;
+  int64_t tokens, segments, key_heads, value_heads, key_size, value_size;
+  View factors;        // [3, rows] fp32: e^(G_end − G) / |k|, e^G / |q| / √Dk, e^G
+  View w, u;           // [rows, size]
+  View states;         // [size, size], before each chunk
+  View inverse;        // [rows, rows], of I + A; the backward's, as what follows, else none
+  View d_u, d_states;  // d_states: after each chunk
+};
+struct GatedDeltaRuleChunks {
+  int64_t places, rows, size;  // rows: tokens of a chunk; size: Dk and Dv, rounded up
+};
+constexpr int64_t kDeltaRowsBf16 = 64, kDeltaRowsFp32 = 32;
+inline GatedDeltaRuleChunks gated_delta_rule_chunks(const GatedDeltaRuleArgs& args) {
+  const int64_t rows = args.q.bf16 ? kDeltaRowsBf16 : kDeltaRowsFp32;
+  const int64_t size = args.key_size > args.value_size ? args.key_size : args.value_size;
+  return {args.tokens / rows + args.segments, rows, size <= 32 ? 32 : size <= 64 ? 64 : 128};
+}
+void gated_delta_rule_forward_cuda(const GatedDeltaRuleArgs& args, View out, View state);
+void gated_delta_rule_backward_cuda(const GatedDeltaRuleArgs& args, View d_out, View d_state, View dq, View dk, View dv,
+                                    View dg, View d_beta, View d_initial);
+
+// Tokens in parts of equal size: a thread works on some channels of a part.
+struct ShortConvolutionArgs {
+  const void *x, *weight, *halo;  // [T, C], [C, taps], [segments, taps - 1, C] or none; one dtype
+  const int32_t* starts;          // [segments + 1]
+  int64_t tokens, channels, taps, segments;
+  int64_t parts, part_tokens;
+};
+constexpr int64_t kConvolutionParts = 128;  // at most
+
+// As short_convolution. d_halo (or none) is zeroed; weight_grad (or none) += the sum of partials [parts, C · taps]
+// fp32, in a fixed order.
+void short_convolution_forward_cuda(const ShortConvolutionArgs& args, View out);
+void short_convolution_backward_cuda(const ShortConvolutionArgs& args, View d_out, View dx, View d_halo, View partials,
+                                     View weight_grad);
+
+// As gated_rms_norm, rows of at most 256. weight_grad (or none) += the sum of partials [blocks, D] fp32.
+constexpr int64_t kGatedNormMaxSize = 256;
+void gated_rms_norm_forward_cuda(View x, View gate, View weight, View out, float eps);
+void gated_rms_norm_backward_cuda(View x, View gate, View weight, View d_out, View dx, View d_gate, View partials,
+                                  View weight_grad, float eps);
+
 // out[r] = x[source[r]], zero where source is -1; source int32.
 void gather_rows_cuda(View x, View source, View out);
 

@@ -272,37 +272,103 @@ Tensor unscale(const Tensor& x, const Tensor& d_heads, double scale) {
   return d_unit.sub_(unit * (unit * d_unit).sum(-1, true)).mul_(inverse).to(x.scalar_type());
 }
 
+// The kernels' arguments, and their scratch.
+struct CudaCall {
+  GatedDeltaRuleArgs args;
+  std::vector<Tensor> scratch;
+
+  CudaCall(const Inputs& in, bool backward)
+      : args{in.q,
+             in.k,
+             in.v,
+             in.g,
+             in.beta,
+             in.starts,
+             in.initial,
+             in.q.stride(0),
+             in.k.stride(0),
+             in.v.stride(0),
+             in.tokens(),
+             in.segments(),
+             in.key_heads(),
+             in.value_heads(),
+             in.key_size(),
+             in.value_size(),
+             {},
+             {},
+             {},
+             {},
+             {},
+             {},
+             {}} {
+    const auto [places, rows, size] = gated_delta_rule_chunks(args);
+    const auto make = [&](const Tensor& like, int64_t height, int64_t width) {
+      return scratch.emplace_back(at::empty({places * in.value_heads(), height, width}, like.options()));
+    };
+    args.factors = make(in.g, 3, rows);
+    args.w = make(in.q, rows, size);
+    args.u = make(in.q, rows, size);
+    args.states = make(in.q, size, size);
+    if (!backward) return;
+    args.inverse = make(in.q, rows, rows);
+    args.d_u = make(in.q, rows, size);
+    args.d_states = make(in.q, size, size);
+  }
+};
+
 GatedDeltaRule forward(const Inputs& in) {
-  const Tensor out = at::empty_like(in.v, at::MemoryFormat::Contiguous);
+  const Tensor out = at::empty(in.v.sizes(), in.v.options());
   const Tensor state = at::empty({in.segments(), in.value_heads(), in.key_size(), in.value_size()}, in.g.options());
+  if (in.q.is_cuda()) {
+    const CudaCall call(in, false);
+    MARROW_CUDA_CALL(gated_delta_rule_forward_cuda(call.args, out, state));
+    return {out, state};
+  }
   const Tensor out32 = out.to(at::kFloat);
   forward_cpu(scaled_inputs(in), out32, state);
   return {out32.to(out.scalar_type()), state};
 }
 
 variable_list backward(const Inputs& in, const Tensor& d_out, const Tensor& d_state) {
+  const Tensor dg = at::empty_like(in.g), d_beta = at::empty_like(in.beta), d_initial = at::empty_like(d_state);
+  if (in.q.is_cuda()) {
+    const auto empty = [](const Tensor& x) { return at::empty(x.sizes(), x.options()); };
+    const Tensor dq = empty(in.q), dk = empty(in.k), dv = empty(in.v);
+    const CudaCall call(in, true);
+    MARROW_CUDA_CALL(gated_delta_rule_backward_cuda(call.args, d_out, d_state, dq, dk, dv, dg, d_beta, d_initial));
+    return {dq, dk, dv, dg, d_beta, d_initial};
+  }
   const Tensor d_heads = at::empty({in.tokens(), in.value_heads(), in.key_size()}, in.g.options());
-  const Gradients grads{d_heads,
-                        at::empty_like(d_heads),
-                        at::empty(in.v.sizes(), in.g.options()),
-                        at::empty_like(in.g),
-                        at::empty_like(in.beta),
-                        at::empty_like(d_state)};
+  const Gradients grads{d_heads,  at::empty_like(d_heads), at::empty(in.v.sizes(), in.g.options()), dg, d_beta,
+                        d_initial};
   backward_cpu(scaled_inputs(in), d_out.to(at::kFloat), d_state, grads);
   return {unscale(in.q, grads.q, 1.0 / std::sqrt(static_cast<double>(in.key_size()))),
           unscale(in.k, grads.k, 1.0),
           grads.v.to(in.v.scalar_type()),
-          grads.g,
-          grads.beta,
-          grads.initial};
+          dg,
+          d_beta,
+          d_initial};
+}
+
+// Tokens' heads one after the other; on a GPU, tokens may be apart, but start at packs.
+Tensor dense_rows(const Tensor& x) {
+  const Tensor rows = x.detach();
+  if (!x.is_cuda() || x.dim() != 3) return rows.contiguous();
+  const bool fits = x.stride(2) == 1 && x.stride(1) == x.size(2) && x.stride(0) % 8 == 0 &&
+                    reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0;
+  return fits ? rows : rows.clone(at::MemoryFormat::Contiguous);
 }
 
 void check_inputs(const Inputs& in) {
   const at::Device device = in.q.device();
+  const at::ScalarType dtype = in.q.scalar_type();
+  const auto fits = [&](const Tensor& x) { return x.dim() == 3 && x.scalar_type() == dtype && x.device() == device; };
+  MARROW_CHECK((dtype == at::kFloat || dtype == at::kBFloat16) && fits(in.q) && fits(in.k) && fits(in.v) &&
+                   in.k.sizes() == in.q.sizes() && in.v.size(0) == in.q.size(0),
+               ExitCode::kUsage, Fix("compare linear_*_head_dim of config.json with the weights' shapes"),
+               "gated_delta_rule: q {}, k {}, v {}, {}", c10::str(in.q.sizes()), c10::str(in.k.sizes()),
+               c10::str(in.v.sizes()), c10::toString(dtype));
   const int64_t tokens = in.tokens(), heads = in.value_heads();
-  check_tensor("gated_delta_rule: q", in.q, kWorkingDtype, {-1, -1, -1});
-  check_tensor("gated_delta_rule: k", in.k, in.q.scalar_type(), in.q.sizes(), device);
-  check_tensor("gated_delta_rule: v", in.v, in.q.scalar_type(), {tokens, -1, -1}, device);
   check_tensor("gated_delta_rule: g", in.g, at::kFloat, {tokens, heads}, device);
   check_tensor("gated_delta_rule: beta", in.beta, at::kFloat, {tokens, heads}, device);
   check_tensor("gated_delta_rule: starts", in.starts, at::kInt, {-1}, device);
@@ -313,7 +379,12 @@ void check_inputs(const Inputs& in) {
     check_tensor("gated_delta_rule: initial", in.initial, at::kFloat,
                  {in.segments(), heads, in.key_size(), in.value_size()}, device);
   }
-  if (!in.starts.is_cpu()) return;
+  if (device.is_cuda()) {
+    MARROW_CHECK(in.key_size() % 8 == 0 && in.value_size() % 8 == 0 && in.key_size() <= 128 && in.value_size() <= 128,
+                 ExitCode::kUsage, Fix("set linear_key_head_dim and linear_value_head_dim to multiples of 8 up to 128"),
+                 "gated_delta_rule: heads of {} and {} on a GPU", in.key_size(), in.value_size());
+    return;
+  }
   const int32_t *from = ints(in.starts), *to = from + in.starts.numel();
   MARROW_CHECK(from != to && *from == 0 && to[-1] == tokens && std::is_sorted(from, to), ExitCode::kUsage,
                Fix("pass offsets that ascend from 0 to the number of tokens"),
@@ -325,7 +396,7 @@ void check_inputs(const Inputs& in) {
 GatedDeltaRule gated_delta_rule(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g, const Tensor& beta,
                                 const Tensor& starts, const Tensor& initial) {
   const auto dense = [](const Tensor& x) { return x.defined() ? x.detach().contiguous() : x; };
-  const Inputs in{dense(q), dense(k), dense(v), dense(g), dense(beta), dense(starts), dense(initial)};
+  const Inputs in{dense_rows(q), dense_rows(k), dense_rows(v), dense(g), dense(beta), dense(starts), dense(initial)};
   check_inputs(in);
   const GatedDeltaRule made = forward(in);
   const variable_list out = differentiable(

@@ -28,6 +28,11 @@ void gate_row_backward(const float* gate, const float* dy, const float* normed, 
 
 // x and gate are [rows, D] from here on.
 Tensor forward(const Tensor& x, const Tensor& gate, const Tensor& weight, float eps) {
+  if (x.is_cuda()) {
+    const Tensor out = at::empty_like(x);
+    if (x.numel() > 0) MARROW_CUDA_CALL(gated_rms_norm_forward_cuda(x, gate, weight, out, eps));
+    return out;
+  }
   const Tensor xf = x.to(at::kFloat), gf = gate.to(at::kFloat), wf = weight.to(at::kFloat), out = at::empty_like(xf);
   const int64_t size = x.size(1);
   at::parallel_for(0, x.size(0), 64, [&](int64_t begin, int64_t end) {
@@ -41,6 +46,14 @@ Tensor forward(const Tensor& x, const Tensor& gate, const Tensor& weight, float 
 
 // → dx and d_gate; adds the weight's.
 variable_list backward(const Tensor& x, const Tensor& gate, const Tensor& dy, const Parameter& weight, float eps) {
+  if (x.is_cuda()) {
+    const Tensor dx = at::empty_like(x), d_gate = at::empty_like(x);
+    if (x.numel() == 0) return {dx, d_gate};
+    const Tensor partials =
+        at::empty({std::min((x.size(0) + 15) / 16, kNormPartials), x.size(1)}, x.options().dtype(at::kFloat));
+    MARROW_CUDA_CALL(gated_rms_norm_backward_cuda(x, gate, weight.value, dy, dx, d_gate, partials, weight.grad, eps));
+    return {dx, d_gate};
+  }
   const Tensor xf = x.to(at::kFloat), gf = gate.to(at::kFloat), df = dy.to(at::kFloat);
   const Tensor wf = weight.value.to(at::kFloat), dx = at::zeros_like(xf), d_gate = at::empty_like(xf);
   const int64_t size = x.size(1);
@@ -65,6 +78,9 @@ Tensor gated_rms_norm(const Tensor& x, const Tensor& gate, const Parameter& weig
   check_tensor("gated_rms_norm: x", in, kWorkingDtype, {-1, -1, -1});
   check_tensor("gated_rms_norm: gate", gates, x.scalar_type(), x.sizes(), x.device());
   check_tensor(weight.name, weight.value, x.scalar_type(), {x.size(2)}, x.device());
+  MARROW_CHECK(x.is_cpu() || x.size(2) <= kGatedNormMaxSize, ExitCode::kUsage,
+               Fix("lower linear_value_head_dim in config.json"), "gated_rms_norm: rows of {}, at most {} on a GPU",
+               x.size(2), kGatedNormMaxSize);
   const Tensor rows = in.flatten(0, 1), gate_rows = gates.flatten(0, 1);
   const auto eps = static_cast<float>(epsilon);
   const Tensor out = forward(rows, gate_rows, weight.value, eps).view(x.sizes());

@@ -107,7 +107,27 @@ Inputs as_fp32(const Inputs& in) {
           in.halo.defined() ? in.halo.to(at::kFloat) : in.halo};
 }
 
+ShortConvolutionArgs cuda_args(const Inputs& in) {
+  const auto data = [](const Tensor& x) -> const void* { return x.defined() ? x.data_ptr() : nullptr; };
+  const int64_t part = std::max<int64_t>(16, (in.tokens() + kConvolutionParts - 1) / kConvolutionParts);
+  return {data(in.x),
+          data(in.weight),
+          data(in.halo),
+          ints(in.starts),
+          in.tokens(),
+          in.channels(),
+          in.taps(),
+          in.segments(),
+          (in.tokens() + part - 1) / part,
+          part};
+}
+
 Tensor forward(const Inputs& in) {
+  if (in.x.is_cuda()) {
+    const Tensor out = at::empty_like(in.x);
+    if (in.x.numel() > 0) MARROW_CUDA_CALL(short_convolution_forward_cuda(cuda_args(in), out));
+    return out;
+  }
   const Tensor out32 = at::zeros(in.x.sizes(), in.x.options().dtype(at::kFloat));
   forward_cpu(as_fp32(in), out32);
   return out32.to(in.x.scalar_type());
@@ -115,6 +135,14 @@ Tensor forward(const Inputs& in) {
 
 // → dx and d_halo; adds the weight's.
 variable_list backward(const Inputs& in, const Tensor& d_out, const Tensor& weight_grad) {
+  if (in.x.is_cuda()) {
+    const Tensor dx = at::empty_like(in.x), d_halo = in.halo.defined() ? at::zeros_like(in.halo) : Tensor();
+    if (in.x.numel() == 0) return {dx, d_halo};
+    const ShortConvolutionArgs args = cuda_args(in);
+    const Tensor partials = at::empty({args.parts, in.weight.numel()}, in.x.options().dtype(at::kFloat));
+    MARROW_CUDA_CALL(short_convolution_backward_cuda(args, d_out, dx, d_halo, partials, weight_grad));
+    return {dx, d_halo};
+  }
   const Inputs in32 = as_fp32(in);
   const Tensor dx = at::zeros_like(in32.x), d_halo = in.halo.defined() ? at::zeros_like(in32.halo) : Tensor();
   const std::vector<float> d_weight = backward_cpu(in32, d_out.to(at::kFloat), dx, d_halo);
