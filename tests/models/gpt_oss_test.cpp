@@ -1,49 +1,13 @@
-// GPT-OSS' config.json: the published models, and what is refused. Values: tests/oracle/gpt_oss_oracle.py.
-#include "models/model_contract.h"
-
-#include <gtest/gtest.h>
+// GPT-OSS' config.json: what is refused. Values: tests/oracle/gpt_oss_oracle.py.
+#include "models/config_changes.h"
 
 namespace marrow {
 namespace {
 
-Json published(const std::string& size) {
-  return Json::read_file(fmt::format("{}/configs/models/gpt-oss-{}.json", MARROW_SOURCE_DIR, size), ExitCode::kUsage);
-}
+using test::changed;
+using test::expect_refused;
 
-// All parameters, and those that a token meets: of the experts, k in E; of the embedding none, which is looked up.
-std::pair<int64_t, int64_t> parameters(const MoeModel& model) {
-  int64_t total = 0, active = 0;
-  for (const ParameterSpec& spec : all_parameter_specs(model)) {
-    int64_t elements = 0;
-    for (const HubTensor& part : spec.parts) elements += part.elements();
-    total += elements;
-    if (spec.name == "embedding") continue;
-    active += spec.expert ? elements / model.shape().experts * model.shape().top_k : elements;
-  }
-  return {total, active};
-}
-
-TEST(GptOss, PublishedModelsHaveTheirParameters) {
-  // The model card says 20.9B and 3.6B, 116.8B and 5.1B.
-  EXPECT_EQ(parameters(*open_model(published("20b"))), std::pair(int64_t{20914757184}, int64_t{3608307264}));
-  EXPECT_EQ(parameters(*open_model(published("120b"))), std::pair(int64_t{116829156672}, int64_t{5132849472}));
-}
-
-// `config` with one field of it, or of one of its objects, changed: JSON text; "": removed.
-Json changed(const Json& config, const std::string& path, const std::string& value) {
-  const size_t dot = path.find('.');
-  const std::string key = path.substr(0, dot);
-  JsonWriter out;
-  for (const auto& [name, field] : config.items()) {
-    if (name != key) out.raw(name, field.dump());
-  }
-  if (dot != std::string::npos) {
-    out.raw(key, changed(config.at(key), path.substr(dot + 1), value).dump());
-  } else if (!value.empty()) {
-    out.raw(key, value);
-  }
-  return Json::parse(out.text(), "config.json", ExitCode::kUsage);
-}
+Json published(const std::string& size) { return test::published("gpt-oss-" + size); }
 
 TEST(GptOss, WhatItLacksIsRefusedByName) {
   const std::array<std::pair<const char*, const char*>, 26> cases{{
@@ -74,20 +38,7 @@ TEST(GptOss, WhatItLacksIsRefusedByName) {
       {"head_dim", ""},
       {"attention_bias", ""},
   }};
-  for (const auto& [path, value] : cases) {
-    try {
-      open_model(changed(published("20b"), path, value));
-      ADD_FAILURE() << path << " = " << value << " was accepted";
-    } catch (const Error& error) {
-      EXPECT_EQ(error.report().code, ExitCode::kUsage);
-      EXPECT_FALSE(error.report().fix.empty());
-      const std::string_view name(path);
-      const std::string key(name.substr(name.rfind('.') + 1));
-      const bool rope = key.starts_with("rope_");
-      const std::string what = error.report().what;
-      EXPECT_NE(what.find(rope ? key.substr(0, 4) : key), std::string::npos) << key << ": " << what;
-    }
-  }
+  for (const auto& [path, value] : cases) expect_refused(published("20b"), path, value);
   std::string types = R"("chunked_attention")";
   for (int i = 1; i < 24; ++i) types += R"(, "full_attention")";
   EXPECT_THROW(open_model(changed(published("20b"), "layer_types", "[" + types + "]")), Error);

@@ -2,7 +2,7 @@
 
 Reads $MARROW. run_case: import, one training step on eight sequences (loss, every parameter's gradient, which the first
 moment holds) and every parameter after it, export that transformers loads whole with the logits of its own step,
-evaluation of both forms, greedy generation with the cache, an export in bf16.
+evaluation of both forms, greedy generation with the cache, an export in bf16; a step in bf16, and one after a resume.
 """
 import json
 import os
@@ -139,7 +139,7 @@ def run_case(name, model, folder, kept, stacked, import_flags=()):
     for source in (last, folder / "export"):
         result = json.loads(marrow("eval", source, "--data", folder / "corpus", "--seq-len", SEQ_LEN, "--json").splitlines()[-1])
         compare(f"eval of {source.name}", result["loss"], eval_loss(exported, tokens), 1e-5)
-    prompts = [f"sinks and windows {i}" for i in range(30)]
+    prompts = [f"the quick brown fox {i}" for i in range(30)]
     prompt, theirs = max(((prompt, greedy(exported, prompt)) for prompt in prompts), key=lambda pair: len(pair[1]))
     ours = json.loads(marrow("generate", folder / "export", "--prompt", prompt, "--max-tokens", TOKENS, "--cpu",
                              "--json").splitlines()[-1])["ids"]
@@ -149,5 +149,13 @@ def run_case(name, model, folder, kept, stacked, import_flags=()):
     for key, parameter in load(folder / "bf16", torch.bfloat16).state_dict().items():
         if not torch.equal(parameter.bfloat16(), exported.state_dict()[key].bfloat16()):
             problems.append(f"{name}: {key} in bf16 is not the rounded fp32")
+    lines = {}
+    for log, settings in {"rounded": ["train.dtype=bf16"], "straight": ["train.steps=2"], "run": ["train.steps=2"]}.items():
+        words = [w for setting in [*settings, f"log.dir={folder}/{log}"] for w in ("--set", setting)]
+        marrow("pretrain", folder / "run.toml", *words)
+        lines[log] = [json.loads(line) for line in (folder / log / "metrics.jsonl").read_text().splitlines()]
+    compare("loss in bf16", lines["rounded"][0]["loss"], loss.item(), 1e-2)
+    if [line["loss"] for line in lines["straight"]] != [line["loss"] for line in lines["run"]]:
+        problems.append(f"{name}: after a resume the loss is another")
     print(f"{name}: {len(gradients)} parameters, worst gradient {worst:.1e}, {len(ours)} tokens generated", flush=True)
     return problems
