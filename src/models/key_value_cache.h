@@ -1,22 +1,15 @@
 // What layers keep of the tokens generated so far: keys and values, or a state.
 #pragma once
-#include "ops/pch.h"
+#include "ops/gated_delta_rule.h"
+#include "ops/short_convolution.h"
 
 namespace marrow {
 
 // One sequence. Layers call `attend` in order; `advance` once all layers have seen the new tokens.
 class KeyValueCache {
  public:
-  // Of a recurrent layer; undefined before the first token.
-  struct Recurrence {
-    at::Tensor rows;   // [1, K − 1, C], the last inputs of its convolution
-    at::Tensor state;  // [1, Hv, Dk, Dv]
-  };
-
   KeyValueCache(int64_t layers, int64_t capacity)
       : keys_(layers), values_(layers), recurrences_(layers), capacity_(capacity) {}
-
-  Recurrence& recurrence(int64_t layer) { return recurrences_[layer]; }
 
   // Appends keys [T, Hkv, D] and values [T, Hkv, Dv] of layer `layer`, then attends causally from
   // the T new queries [T, Hq, D]. Returns [T, Hq, Dv]. window and sinks [Hq] (or undefined) as attention() has them.
@@ -44,10 +37,34 @@ class KeyValueCache {
     const at::Tensor out = at::matmul(shares, extended(values_[layer], v));
     return out.transpose(0, 1).contiguous().to(q.scalar_type());
   }
+
+  // short_convolution and gated_delta_rule of the T new tokens, after those before them.
+  at::Tensor convolve(int64_t layer, const at::Tensor& x, const Parameter& weight) {  // x [T, C]
+    at::Tensor& rows = recurrences_[layer].rows;
+    if (!rows.defined()) rows = at::zeros({1, weight.value.size(1) - 1, x.size(1)}, x.options());
+    const at::Tensor out = short_convolution(x, weight, starts_of(x), rows);
+    rows = at::cat({rows, x.unsqueeze(0)}, 1).slice(1, x.size(0)).contiguous();
+    return out;
+  }
+  at::Tensor recur(int64_t layer, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& g,
+                   const at::Tensor& beta) {
+    at::Tensor& state = recurrences_[layer].state;
+    GatedDeltaRule result = gated_delta_rule(q, k, v, g, beta, starts_of(q), state);
+    state = std::move(result.state);
+    return std::move(result.out);
+  }
   void advance(int64_t tokens) { length_ += tokens; }
   int64_t length() const { return length_; }
 
  private:
+  struct Recurrence {  // undefined before the first token
+    at::Tensor rows;   // [1, K − 1, C], the last inputs of the convolution
+    at::Tensor state;  // [1, Hv, Dk, Dv]
+  };
+  static at::Tensor starts_of(const at::Tensor& x) {
+    return at::tensor({int64_t{0}, x.size(0)}, at::kInt).to(x.device());
+  }
+
   std::vector<at::Tensor> keys_, values_;  // [capacity, Hkv, D]
   std::vector<Recurrence> recurrences_;
   int64_t capacity_;

@@ -1,7 +1,6 @@
 #include "models/qwen3_5_moe.h"
 
 #include "models/key_value_cache.h"
-#include "ops/gated_delta_rule.h"
 #include "ops/gated_rms_norm.h"
 #include "ops/grouped_linear.h"
 #include "ops/linear.h"
@@ -9,7 +8,6 @@
 #include "ops/qk_norm_rope.h"
 #include "ops/rms_norm.h"
 #include "ops/rows.h"
-#include "ops/short_convolution.h"
 #include "ops/swiglu.h"
 #include "parallel/context_attention.h"
 #include "parallel/context_delta_rule.h"
@@ -285,30 +283,17 @@ class Qwen35MoeLayer final : public DecoderLayer {
     const auto parts = linear(normed, input_, *context.weight_grads)
                            .split_with_sizes({c.channels(), c.values(), c.value_heads, c.value_heads}, 1);
     const at::Tensor beta = parts[2].to(at::kFloat).sigmoid(), g = log_decay(parts[3], a_log_, dt_bias_);
-    const auto rule = [&](const at::Tensor& mixed, const auto& run) {
-      const auto heads = mixed.split_with_sizes({c.keys(), c.keys(), c.values()}, 1);
-      return run(heads[0].unflatten(1, {c.key_heads, c.key_size}), heads[1].unflatten(1, {c.key_heads, c.key_size}),
-                 heads[2].unflatten(1, {c.value_heads, c.value_size}));
-    };
-    at::Tensor out;
-    if (context.cache != nullptr) {
-      KeyValueCache::Recurrence& before = context.cache->recurrence(layer_);
-      const at::Tensor starts = at::tensor({int64_t{0}, normed.size(0)}, at::kInt).to(normed.device());
-      if (!before.rows.defined()) before.rows = at::zeros({1, c.kernel - 1, c.channels()}, normed.options());
-      const at::Tensor mixed = short_convolution(parts[0].contiguous(), convolution_, starts, before.rows);
-      before.rows = at::cat({before.rows, parts[0].unsqueeze(0)}, 1).slice(1, normed.size(0)).contiguous();
-      out = rule(mixed, [&](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
-        const GatedDeltaRule result = gated_delta_rule(q, k, v, g, beta, starts, before.state);
-        before.state = result.state;
-        return result.out;
-      });
-    } else {
-      const at::Tensor mixed =
-          context_short_convolution(parts[0], convolution_, context.attention, context.context_ring);
-      out = rule(mixed, [&](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
-        return context_gated_delta_rule(q, k, v, g, beta, context.attention, context.context_ring);
-      });
-    }
+    const at::Tensor mixed =
+        context.cache != nullptr
+            ? context.cache->convolve(layer_, parts[0], convolution_)
+            : context_short_convolution(parts[0], convolution_, context.attention, context.context_ring);
+    const auto heads = mixed.split_with_sizes({c.keys(), c.keys(), c.values()}, 1);
+    const at::Tensor q = heads[0].unflatten(1, {c.key_heads, c.key_size});
+    const at::Tensor k = heads[1].unflatten(1, {c.key_heads, c.key_size});
+    const at::Tensor v = heads[2].unflatten(1, {c.value_heads, c.value_size});
+    const at::Tensor out = context.cache != nullptr
+                               ? context.cache->recur(layer_, q, k, v, g, beta)
+                               : context_gated_delta_rule(q, k, v, g, beta, context.attention, context.context_ring);
     const at::Tensor gate = parts[1].unflatten(1, {c.value_heads, c.value_size});
     return gated_rms_norm(out, gate, value_norm_, c.shape.rms_norm_eps).flatten(1);
   }
@@ -424,9 +409,9 @@ class Qwen35Moe final : public MoeModel {
     const Qwen35MoeConfig& c = config_;
     const int64_t hidden = c.shape.hidden, experts = c.shape.experts, inner = c.intermediate, shared = c.shared_inner;
     ActivationBytes bytes;
-    // Input, normed, residual, normed again; gate and up of the shared expert, activated, its result and the sum. In
-    // fp32 the router's logits and their log-sum-exp, experts and weights.
-    bytes.token = element * (4 * hidden + 3 * shared + 2 * hidden) + 4 * (experts + 1 + 2 * c.shape.top_k);
+    // Input, normed, residual, normed again; gate and up of the shared expert, activated, and its result. In fp32 the
+    // router's logits and their log-sum-exp, experts and weights.
+    bytes.token = element * (5 * hidden + 3 * shared) + 4 * (experts + 1 + 2 * c.shape.top_k);
     bytes.token_cheap = element * (hidden + shared);
     bytes.token_backward = element * (4 * hidden + 2 * experts);
     if (c.full_attention[layer]) {
@@ -437,13 +422,15 @@ class Qwen35Moe final : public MoeModel {
       bytes.token_backward += element * 2 * (2 * q + 2 * kv);
       bytes.token_ring = 4 * (2 * q + 3 * 2 * kv);  // fp32: a sum and a part of it, three keys and values
     } else {
-      const int64_t mixed = c.channels(), values = c.values(), states = values * c.key_size;
-      // What the product gave, the convolution's input and result, its heads by themselves; what the rule gave, and its
-      // norm. In fp32 the decays' and betas' factors.
-      bytes.token += element * ((mixed + values) + 3 * mixed + values + 2 * values) + 4 * 6 * c.value_heads;
-      bytes.token_backward += element * 2 * mixed + 4 * (2 * mixed + values);
-      // A second run of the rule, and fp32 states, here as of chunks of 128 tokens.
-      bytes.token_ring = element * 4 * values + 4 * 4 * (states + c.value_heads * c.key_size * c.key_size) / 128;
+      const int64_t mixed = c.channels(), values = c.values();
+      // The convolution's input and result; gates, what the rule gave, its norm. In fp32 what decays and betas need.
+      bytes.token += element * (2 * mixed + 3 * values) + 4 * 6 * c.value_heads;
+      // Gradients of both, and by chunks of 64 tokens three rows of keys or values, a triangle, two states.
+      const int64_t size = std::max(c.key_size, c.value_size);
+      bytes.token_backward += element * (2 * (mixed + values) + c.value_heads * (3 * size + 64 + 2 * size * size / 64));
+      // A second run of the rule with keys in place of values, and fp32 states, here of chunks of 128 tokens.
+      bytes.token_ring = element * (3 * c.value_heads * c.key_size + 2 * values) +
+                         4 * 4 * c.value_heads * c.key_size * (c.key_size + c.value_size) / 128;
     }
     bytes.expert_row = element * (hidden + 2 * inner + inner) + 4;  // row, gate and up, activated, weight
     bytes.expert_row_cheap = element * (hidden + inner);

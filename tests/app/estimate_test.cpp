@@ -129,7 +129,8 @@ TEST_F(EstimateTest, ParametersAreWhatTheStoreHoldsAndSumUpToTheModel) {
 // Whole published models, 32 ranks: what the ranks hold adds up to the model.
 TEST_F(EstimateTest, TakesTheOtherFamilies) {
   const std::pair<std::string, int64_t> published[] = {{"deepseek-v2-lite", 15'706'484'224},
-                                                       {"moonlight-16b-a3b", 15'960'110'208 - 26 * 64}};
+                                                       {"moonlight-16b-a3b", 15'960'110'208 - 26 * 64},
+                                                       {"qwen3.5-35b-a3b", 34'660'610'688}};
   for (const auto& [name, parameters] : published) {
     SCOPED_TRACE(name);
     const RunEstimate parts =

@@ -70,16 +70,17 @@ std::vector<Setting> settings(int64_t world) {
       latent.by_layer = mesh.dp > 1;
       latent.optimizer = mesh.pp > 1 ? OptimizerName::kMuon : OptimizerName::kAdamW;
       list.push_back(latent);
-      for (const bool documents : {false, true}) {
-        Setting recurrent{mesh};
-        recurrent.family = "qwen3_5_moe_text";
-        recurrent.documents = documents;
-        recurrent.tied = mesh.ep > 1;
-        recurrent.by_layer = mesh.dp > 1 || documents;
-        recurrent.recompute = documents ? Recompute::kLayer : Recompute::kCheap;
-        recurrent.optimizer = documents ? OptimizerName::kMuon : OptimizerName::kAdamW;
-        if (mesh.cp > 1 || documents) list.push_back(recurrent);
-      }
+    }
+    for (const bool documents : {false, true}) {  // recurrent layers, with both where context ranks share sequences
+      if (world == 1 || world > 4 || (mesh.cp == 1 && (world > 2 || !documents))) continue;
+      Setting recurrent{mesh};
+      recurrent.family = "qwen3_5_moe_text";
+      recurrent.documents = documents;
+      recurrent.tied = mesh.ep > 1;
+      recurrent.by_layer = mesh.dp > 1 || documents;
+      recurrent.recompute = documents ? Recompute::kLayer : Recompute::kCheap;
+      recurrent.optimizer = documents ? OptimizerName::kMuon : OptimizerName::kAdamW;
+      list.push_back(recurrent);
     }
     ++turn;
     // All tokens on the first experts, then on the last: most ranks have none.
