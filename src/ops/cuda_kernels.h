@@ -183,11 +183,14 @@ constexpr int64_t kDeltaRowsBf16 = 64, kDeltaRowsFp32 = 32;
 inline GatedDeltaRuleChunks gated_delta_rule_chunks(const GatedDeltaRuleArgs& args) {
   const int64_t rows = args.q.bf16 ? kDeltaRowsBf16 : kDeltaRowsFp32;
   const int64_t size = args.key_size > args.value_size ? args.key_size : args.value_size;
-  return {args.tokens / rows + args.segments, rows, size <= 32 ? 32 : size <= 64 ? 64 : 128};
+  return {args.tokens / rows + args.segments, rows, size <= 64 ? 64 : 128};
 }
 void gated_delta_rule_forward_cuda(const GatedDeltaRuleArgs& args, View out, View state);
-void gated_delta_rule_backward_cuda(const GatedDeltaRuleArgs& args, View d_out, View d_state, View dq, View dk, View dv,
-                                    View dg, View d_beta, View d_initial);
+struct GatedDeltaRuleGradients {
+  View q, k, v, g, beta, initial;  // dense
+};
+void gated_delta_rule_backward_cuda(const GatedDeltaRuleArgs& args, View d_out, View d_state,
+                                    const GatedDeltaRuleGradients& grads);
 
 // Tokens in parts of equal size: a thread works on some channels of a part.
 struct ShortConvolutionArgs {

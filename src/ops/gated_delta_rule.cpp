@@ -335,7 +335,7 @@ variable_list backward(const Inputs& in, const Tensor& d_out, const Tensor& d_st
     const auto empty = [](const Tensor& x) { return at::empty(x.sizes(), x.options()); };
     const Tensor dq = empty(in.q), dk = empty(in.k), dv = empty(in.v);
     const CudaCall call(in, true);
-    MARROW_CUDA_CALL(gated_delta_rule_backward_cuda(call.args, d_out, d_state, dq, dk, dv, dg, d_beta, d_initial));
+    MARROW_CUDA_CALL(gated_delta_rule_backward_cuda(call.args, d_out, d_state, {dq, dk, dv, dg, d_beta, d_initial}));
     return {dq, dk, dv, dg, d_beta, d_initial};
   }
   const Tensor d_heads = at::empty({in.tokens(), in.value_heads(), in.key_size()}, in.g.options());
