@@ -9,6 +9,8 @@
 
 #include "ops/attention.h"
 #include "ops/embedding.h"
+#include "ops/gated_delta_rule.h"
+#include "ops/gated_rms_norm.h"
 #include "ops/grouped_linear.h"
 #include "ops/linear.h"
 #include "ops/linear_cross_entropy.h"
@@ -18,6 +20,7 @@
 #include "ops/rms_norm.h"
 #include "ops/router.h"
 #include "ops/rows.h"
+#include "ops/short_convolution.h"
 #include "ops/swiglu.h"
 #ifdef MARROW_CUDA
 #include <c10/cuda/CUDAStream.h>
@@ -183,6 +186,57 @@ void attend(benchmark::State& state, bool backward, bool deterministic, bool doc
   }
   const at::NoGradGuard no_grad;
   measure(state, Unit::kFlops, flops, [&] { attention(q, k, v, layout, scale, deterministic); });
+}
+
+// As Qwen3.5-35B-A3B on a GPU: half as many key heads as value heads, convolved with the values.
+struct DeltaSizes {
+  Sizes s = sizes();
+  int64_t value_heads = s.q_heads, key_heads = s.q_heads / 2, size = s.head_size;
+
+  Tensor starts() const { return at::arange(s.sequences + 1, at::device(s.device)).mul_(s.seq_len).to(at::kInt); }
+  Tensor heads(int64_t count) const { return s.leaf({s.tokens(), count, size}); }
+};
+
+// FLOPs of the chunked form with chunks of 64, all products as whole squares.
+void delta_rule(benchmark::State& state, bool backward) {
+  const DeltaSizes d;
+  const Tensor q = d.heads(d.key_heads), k = d.heads(d.key_heads), v = d.heads(d.value_heads), starts = d.starts();
+  const auto gates = at::device(d.s.device);
+  const Tensor g = at::rand({d.s.tokens(), d.value_heads}, gates).mul_(-0.1).set_requires_grad(true);
+  const Tensor beta = at::rand({d.s.tokens(), d.value_heads}, gates).set_requires_grad(true);
+  const auto run = [&] { return gated_delta_rule(q, k, v, g, beta, starts); };
+  const double square = 2.0 * static_cast<double>(d.s.tokens() * d.value_heads * d.size);  // · Dv or the chunk
+  const double forward = square * (5.0 * 64 + 3.0 * static_cast<double>(d.size));
+  if (backward) {
+    return measure(state, Unit::kFlops, square * (12.0 * 64 + 8.0 * static_cast<double>(d.size)),
+                   backward_of({run().out}, {q, k, v, g, beta}));
+  }
+  const at::NoGradGuard no_grad;
+  measure(state, Unit::kFlops, forward, run);
+}
+
+void convolve(benchmark::State& state, bool backward) {
+  const DeltaSizes d;
+  const Tensor x = d.s.leaf({d.s.tokens(), (d.value_heads + 2 * d.key_heads) * d.size}), starts = d.starts();
+  const Parameter weight = d.s.parameter({x.size(1), 4});
+  const auto bytes = static_cast<double>(x.nbytes());
+  if (backward) {
+    return measure(state, Unit::kBytes, 3 * bytes, backward_of({short_convolution(x, weight, starts)}, {x}));
+  }
+  const at::NoGradGuard no_grad;
+  measure(state, Unit::kBytes, 2 * bytes, [&] { short_convolution(x, weight, starts); });
+}
+
+void gated_norm(benchmark::State& state, bool backward) {
+  const DeltaSizes d;
+  const Tensor x = d.heads(d.value_heads), gate = d.heads(d.value_heads);
+  const Parameter weight = d.s.parameter({d.size});
+  const auto bytes = static_cast<double>(x.nbytes());
+  if (backward) {
+    return measure(state, Unit::kBytes, 5 * bytes, backward_of({gated_rms_norm(x, gate, weight, 1e-6)}, {x, gate}));
+  }
+  const at::NoGradGuard no_grad;
+  measure(state, Unit::kBytes, 3 * bytes, [&] { gated_rms_norm(x, gate, weight, 1e-6); });
 }
 
 enum class Pass { kForward, kInputGradient, kWeightGradient };
@@ -358,6 +412,12 @@ int main(int argc, char** argv) {
   add("attention backward deterministic", attend, true, true, false);
   add("attention forward documents", attend, false, false, true);
   add("attention backward documents", attend, true, false, true);
+  add("gated_delta_rule forward", delta_rule, false);
+  add("gated_delta_rule backward", delta_rule, true);
+  add("short_convolution forward", convolve, false);
+  add("short_convolution backward", convolve, true);
+  add("gated_rms_norm forward", gated_norm, false);
+  add("gated_rms_norm backward", gated_norm, true);
   add("router forward", route, false);
   add("router backward", route, true);
   add("expert_permutation", permute);

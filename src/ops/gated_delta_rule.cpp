@@ -44,7 +44,7 @@ void scale_rows(const float* from, int64_t stride, float* to, int64_t rows, int6
 
 // Up to kChunk consecutive tokens of a value head, all fp32, q and k scaled to their lengths. With G_i the sum of g up
 // to row i, and S the state before the chunk, the state after row i is e^G_i S + Σ_{j ≤ i} e^(G_i − G_j) k_j u_jᵀ,
-// where (I + A) U = β (V − e^G K S). Work is shared memory of a thread.
+// where (I + A) U = β (V − e^G K S).
 struct Chunk {
   int64_t rows, dk, dv, key_stride, value_stride, gate_stride;
   const float *q, *k, *v, *beta;
@@ -52,17 +52,11 @@ struct Chunk {
   float a[kChunk * kChunk];      // A: β_i decay_ij k_i·k_j for j < i, else 0
   float entry[kChunk];           // e^G_i
 
-  Chunk(const Inputs& in, int64_t first, int64_t count, int64_t head)
-      : rows(count),
-        dk(in.key_size()),
-        dv(in.value_size()),
-        key_stride(in.key_heads() * dk),
-        value_stride(in.value_heads() * dv),
-        gate_stride(in.value_heads()) {
-    const int64_t key_head = head / (in.value_heads() / in.key_heads());
-    q = floats(in.q) + first * key_stride + key_head * dk;
-    k = floats(in.k) + first * key_stride + key_head * dk;
-    v = floats(in.v) + first * value_stride + head * dv;
+  Chunk(const Inputs& in, int64_t first, int64_t count, int64_t head) : rows(count) {
+    dk = in.key_size(), dv = in.value_size(), gate_stride = in.value_heads();
+    key_stride = in.key_heads() * dk, value_stride = gate_stride * dv;
+    const int64_t key_at = first * key_stride + head / (gate_stride / in.key_heads()) * dk;
+    q = floats(in.q) + key_at, k = floats(in.k) + key_at, v = floats(in.v) + first * value_stride + head * dv;
     beta = floats(in.beta) + first * gate_stride + head;
     const float* g = floats(in.g) + first * gate_stride + head;
     double sums[kChunk], sum = 0;  // differences of large sums must keep a small g
@@ -94,8 +88,8 @@ struct Chunk {
   void make_u(const float* state, float* u) const {
     sgemm(false, false, rows, dv, dk, k, key_stride, state, dv, 0, u, dv);
     for (int64_t i = 0; i < rows; ++i) {
-      for (int64_t c = 0; c < dv; ++c)
-        u[i * dv + c] = beta_of(i) * (v[i * value_stride + c] - entry[i] * u[i * dv + c]);
+      const float *value = v + i * value_stride, b = beta_of(i);
+      for (int64_t c = i * dv; c < (i + 1) * dv; ++c) u[c] = b * (*value++ - entry[i] * u[c]);
     }
     solve(false, u);
   }
@@ -254,15 +248,9 @@ Tensor inverse_length(const Tensor& x) { return x.square().sum(-1, true).add_(1e
 
 // In fp32, q and k scaled to their lengths.
 Inputs scaled_inputs(const Inputs& in) {
-  const Tensor q = in.q.to(at::kFloat), k = in.k.to(at::kFloat);
+  const Tensor q = in.q.to(at::kFloat), k = in.k.to(at::kFloat), v = in.v.to(at::kFloat);
   const double scale = 1.0 / std::sqrt(static_cast<double>(in.key_size()));
-  return {q * inverse_length(q).mul_(scale),
-          k * inverse_length(k),
-          in.v.to(at::kFloat),
-          in.g,
-          in.beta,
-          in.starts,
-          in.initial};
+  return {q * inverse_length(q).mul_(scale), k * inverse_length(k), v, in.g, in.beta, in.starts, in.initial};
 }
 
 // The gradient of x from those of x · inverse_length(x) · scale, [T, Hv, Dk], whose value heads share x's heads.
@@ -272,56 +260,36 @@ Tensor unscale(const Tensor& x, const Tensor& d_heads, double scale) {
   return d_unit.sub_(unit * (unit * d_unit).sum(-1, true)).mul_(inverse).to(x.scalar_type());
 }
 
-// The kernels' arguments, and their scratch.
-struct CudaCall {
-  GatedDeltaRuleArgs args;
-  std::vector<Tensor> scratch;
-
-  CudaCall(const Inputs& in, bool backward)
-      : args{in.q,
-             in.k,
-             in.v,
-             in.g,
-             in.beta,
-             in.starts,
-             in.initial,
-             in.q.stride(0),
-             in.k.stride(0),
-             in.v.stride(0),
-             in.tokens(),
-             in.segments(),
-             in.key_heads(),
-             in.value_heads(),
-             in.key_size(),
-             in.value_size(),
-             {},
-             {},
-             {},
-             {},
-             {},
-             {},
-             {}} {
-    const auto [places, rows, size] = gated_delta_rule_chunks(args);
-    const auto make = [&](const Tensor& like, int64_t height, int64_t width) {
-      return scratch.emplace_back(at::empty({places * in.value_heads(), height, width}, like.options()));
-    };
-    args.factors = make(in.g, 3, rows);
-    args.w = make(in.q, rows, size);
-    args.u = make(in.q, rows, size);
-    args.states = make(in.q, size, size);
-    if (!backward) return;
-    args.inverse = make(in.q, rows, rows);
-    args.d_u = make(in.q, rows, size);
-    args.d_states = make(in.q, size, size);
-  }
-};
+// The kernels' arguments; `scratch` keeps what they point to.
+GatedDeltaRuleArgs cuda_args(const Inputs& in, bool backward, std::vector<Tensor>& scratch) {
+  GatedDeltaRuleArgs args = {};
+  args.q = in.q, args.k = in.k, args.v = in.v, args.g = in.g, args.beta = in.beta;
+  args.starts = in.starts, args.initial = in.initial;
+  args.q_stride = in.q.stride(0), args.k_stride = in.k.stride(0), args.v_stride = in.v.stride(0);
+  args.tokens = in.tokens(), args.segments = in.segments();
+  args.key_heads = in.key_heads(), args.value_heads = in.value_heads();
+  args.key_size = in.key_size(), args.value_size = in.value_size();
+  const auto [places, rows, size] = gated_delta_rule_chunks(args);
+  const auto make = [&](const Tensor& like, int64_t height, int64_t width) {
+    return scratch.emplace_back(at::empty({places * in.value_heads(), height, width}, like.options()));
+  };
+  args.factors = make(in.g, 3, rows);
+  args.w = make(in.q, rows, size);
+  args.u = make(in.q, rows, size);
+  args.states = make(in.q, size, size);
+  if (!backward) return args;
+  args.inverse = make(in.q, rows, rows);
+  args.d_u = make(in.q, rows, size);
+  args.d_states = make(in.q, size, size);
+  return args;
+}
 
 GatedDeltaRule forward(const Inputs& in) {
   const Tensor out = at::empty(in.v.sizes(), in.v.options());
   const Tensor state = at::empty({in.segments(), in.value_heads(), in.key_size(), in.value_size()}, in.g.options());
   if (in.q.is_cuda()) {
-    const CudaCall call(in, false);
-    MARROW_CUDA_CALL(gated_delta_rule_forward_cuda(call.args, out, state));
+    std::vector<Tensor> scratch;
+    MARROW_CUDA_CALL(gated_delta_rule_forward_cuda(cuda_args(in, false, scratch), out, state));
     return {out, state};
   }
   const Tensor out32 = out.to(at::kFloat);
@@ -330,24 +298,20 @@ GatedDeltaRule forward(const Inputs& in) {
 }
 
 variable_list backward(const Inputs& in, const Tensor& d_out, const Tensor& d_state) {
-  const Tensor dg = at::empty_like(in.g), d_beta = at::empty_like(in.beta), d_initial = at::empty_like(d_state);
+  const auto empty = [](const Tensor& x) { return at::empty(x.sizes(), x.options()); };
+  const Tensor dg = empty(in.g), d_beta = empty(in.beta), d_initial = empty(d_state);
   if (in.q.is_cuda()) {
-    const auto empty = [](const Tensor& x) { return at::empty(x.sizes(), x.options()); };
     const Tensor dq = empty(in.q), dk = empty(in.k), dv = empty(in.v);
-    const CudaCall call(in, true);
-    MARROW_CUDA_CALL(gated_delta_rule_backward_cuda(call.args, d_out, d_state, {dq, dk, dv, dg, d_beta, d_initial}));
+    std::vector<Tensor> scratch;
+    MARROW_CUDA_CALL(gated_delta_rule_backward_cuda(cuda_args(in, true, scratch), d_out, d_state,
+                                                    {dq, dk, dv, dg, d_beta, d_initial}));
     return {dq, dk, dv, dg, d_beta, d_initial};
   }
-  const Tensor d_heads = at::empty({in.tokens(), in.value_heads(), in.key_size()}, in.g.options());
-  const Gradients grads{d_heads,  at::empty_like(d_heads), at::empty(in.v.sizes(), in.g.options()), dg, d_beta,
-                        d_initial};
-  backward_cpu(scaled_inputs(in), d_out.to(at::kFloat), d_state, grads);
-  return {unscale(in.q, grads.q, 1.0 / std::sqrt(static_cast<double>(in.key_size()))),
-          unscale(in.k, grads.k, 1.0),
-          grads.v.to(in.v.scalar_type()),
-          dg,
-          d_beta,
-          d_initial};
+  const Tensor dq = at::empty({in.tokens(), in.value_heads(), in.key_size()}, in.g.options()), dk = empty(dq);
+  const Tensor dv = at::empty(in.v.sizes(), in.g.options());
+  backward_cpu(scaled_inputs(in), d_out.to(at::kFloat), d_state, {dq, dk, dv, dg, d_beta, d_initial});
+  const double scale = 1.0 / std::sqrt(static_cast<double>(in.key_size()));
+  return {unscale(in.q, dq, scale), unscale(in.k, dk, 1.0), dv.to(in.v.scalar_type()), dg, d_beta, d_initial};
 }
 
 // Tokens' heads one after the other; on a GPU, tokens may be apart, but start at packs.
@@ -371,7 +335,7 @@ void check_inputs(const Inputs& in) {
   const int64_t tokens = in.tokens(), heads = in.value_heads();
   check_tensor("gated_delta_rule: g", in.g, at::kFloat, {tokens, heads}, device);
   check_tensor("gated_delta_rule: beta", in.beta, at::kFloat, {tokens, heads}, device);
-  check_tensor("gated_delta_rule: starts", in.starts, at::kInt, {-1}, device);
+  check_segments("gated_delta_rule: starts", in.starts, tokens, device);
   MARROW_CHECK(in.key_heads() > 0 && heads % in.key_heads() == 0, ExitCode::kUsage,
                Fix("set linear_num_value_heads to a multiple of linear_num_key_heads in config.json"),
                "gated_delta_rule: {} value heads, {} key heads", heads, in.key_heads());
@@ -379,16 +343,10 @@ void check_inputs(const Inputs& in) {
     check_tensor("gated_delta_rule: initial", in.initial, at::kFloat,
                  {in.segments(), heads, in.key_size(), in.value_size()}, device);
   }
-  if (device.is_cuda()) {
-    MARROW_CHECK(in.key_size() % 8 == 0 && in.value_size() % 8 == 0 && in.key_size() <= 128 && in.value_size() <= 128,
-                 ExitCode::kUsage, Fix("set linear_key_head_dim and linear_value_head_dim to multiples of 8 up to 128"),
-                 "gated_delta_rule: heads of {} and {} on a GPU", in.key_size(), in.value_size());
-    return;
-  }
-  const int32_t *from = ints(in.starts), *to = from + in.starts.numel();
-  MARROW_CHECK(from != to && *from == 0 && to[-1] == tokens && std::is_sorted(from, to), ExitCode::kUsage,
-               Fix("pass offsets that ascend from 0 to the number of tokens"),
-               "gated_delta_rule: segments start at {}, {} tokens", c10::str(in.starts), tokens);
+  const int64_t dk = in.key_size(), dv = in.value_size();
+  MARROW_CHECK(device.is_cpu() || (dk % 8 == 0 && dv % 8 == 0 && dk <= 128 && dv <= 128), ExitCode::kUsage,
+               Fix("set linear_key_head_dim and linear_value_head_dim to multiples of 8 up to 128"),
+               "gated_delta_rule: heads of {} and {} on a GPU", dk, dv);
 }
 
 }  // namespace

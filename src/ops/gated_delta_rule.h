@@ -16,8 +16,8 @@ struct GatedDeltaRule {
 // initial state; starts[0] = 0, the last is T, none descends (checked on the CPU: a GPU's offsets stay on the GPU).
 // State is linear in v and the initial state: k, g, β of a segment with v = 0 and initial = I give its transition.
 // q, k and v may be column ranges of a wider matrix: split it by split_with_sizes, whose backward is one copy.
-// Gradients of both outputs count. Saves the inputs alone: the backward computes the chunks' states again. Equal to the
-// bit when repeated.
+// On a GPU Dk and Dv are multiples of 8 up to 128. Gradients of both outputs count. Saves the inputs alone: the
+// backward computes the chunks' states again. Equal to the bit when repeated.
 GatedDeltaRule gated_delta_rule(const at::Tensor& q,              // [T, Hk, Dk] fp32 or bf16
                                 const at::Tensor& k,              // [T, Hk, Dk]
                                 const at::Tensor& v,              // [T, Hv, Dv]

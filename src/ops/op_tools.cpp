@@ -54,6 +54,15 @@ void check_tensor(std::string_view name, const Tensor& tensor, at::ScalarType dt
   throw error.add_tensor(fmt::format("{} {}", name, found));
 }
 
+void check_segments(std::string_view name, const Tensor& starts, int64_t tokens, at::Device device) {
+  check_tensor(name, starts, at::kInt, {-1}, device);
+  if (!starts.is_cpu()) return;
+  const int32_t *from = ints(starts), *to = from + starts.numel();
+  MARROW_CHECK(from != to && *from == 0 && to[-1] == tokens && std::is_sorted(from, to), ExitCode::kUsage,
+               Fix("pass offsets that ascend from 0 to the number of tokens"), "{}: segments start at {}, {} tokens",
+               name, c10::str(starts), tokens);
+}
+
 #ifdef MARROW_CUDA
 cudaStream_t current_stream();  // these two are declared for .cu files in kernel_tools.cuh
 cudaStream_t current_stream() { return c10::cuda::getCurrentCUDAStream().stream(); }

@@ -15,6 +15,10 @@ constexpr at::ScalarType kWorkingDtype = at::ScalarType::Undefined;  // fp32 or 
 void check_tensor(std::string_view name, const Tensor& tensor, at::ScalarType dtype, at::IntArrayRef sizes,
                   std::optional<at::Device> device = std::nullopt);
 
+// Throws unless starts is int32 [segments + 1] on this device and, where that is the CPU, ascends from 0 to `tokens`.
+// (A GPU's offsets stay on the GPU.)
+void check_segments(std::string_view name, const Tensor& starts, int64_t tokens, at::Device device);
+
 inline float* floats(const Tensor& x) { return x.defined() ? x.data_ptr<float>() : nullptr; }
 inline int32_t* ints(const Tensor& x) { return x.data_ptr<int32_t>(); }
 
