@@ -89,7 +89,8 @@ Tensor value_heads(const Tensor& qkv, int64_t kv_heads, int64_t size) {
   return v;
 }
 
-// Turns the pairs (c, c + D/2) of heads [T, h, D] on the CPU into `out` of their dtype; back with direction = -1.
+// Turns the pairs (c, c + D/2) of the first D elements of heads [T, h, ≥ D] into `out` of their dtype; back with
+// direction = -1.
 void rotate_heads(const Tensor& heads, const RopeTable& table, const Tensor& positions, double direction,
                   const Tensor& out) {
   const int64_t half = table.cos.size(1);
@@ -239,15 +240,13 @@ Tensor rotate_front(const Tensor& heads, const RopeTable& table, const Tensor& p
                Fix("set partial_rotary_factor in config.json to at most 1"), "rotate_front: {} elements of heads {}",
                size, c10::str(in.sizes()));
   check_positions(table, positions, in.size(0), size);
-  const Tensor cos = table.cos.index_select(0, positions), sin = table.sin.index_select(0, positions);
-  const auto turned = [](const Tensor& x, const Tensor& c, const Tensor& s) {
-    Tensor out = x.clone(at::MemoryFormat::Contiguous);
-    rotate_heads(x, c, s, out);
+  const auto turned = [=](const Tensor& x, double direction) {
+    const Tensor out = x.clone(at::MemoryFormat::Contiguous);
+    rotate_heads(x, table, positions, direction, out);
     return out;
   };
-  return differentiable({heads}, {turned(in, cos, sin)}, [=](const variable_list& d_out) -> variable_list {
-    return {turned(d_out[0], cos, sin.neg())};
-  })[0];
+  return differentiable({heads}, {turned(in, 1)},
+                        [=](const variable_list& d_out) -> variable_list { return {turned(d_out[0], -1)}; })[0];
 }
 
 }  // namespace marrow
