@@ -113,7 +113,7 @@ __device__ void scale_to_length(T* tile, float scale, float* inverse_length) {
 }
 
 // t = (I + a)⁻¹ for a below the diagonal: blocks of 16 on the diagonal, then row after row of blocks. All fp32, R + 4
-// apart; x has room for 16 rows. Ends with a barrier.
+// apart; x has room for 16 rows. Has a barrier before it reads a, and one at the end.
 template <int R>
 __device__ void invert(const float* a, float* t, float* x) {
   constexpr int kLd = R + 4;
@@ -176,7 +176,6 @@ __global__ __launch_bounds__(kProductThreads) void prepare(const __grid_constant
     for (int i = 0; i < 2; ++i) pair[i] *= s.gates.beta[r] * s.gates.decay(r, c + i, true);
   });
   products.store(s.a, R + 4);
-  __syncthreads();
   invert<R>(s.a, s.t, s.x);
   T* inverse = args.inverse.data != nullptr ? chunk.scratch<T>(args.inverse, R * R) : nullptr;
   for (int e = threadIdx.x; e < R * R; e += kProductThreads) {
@@ -319,8 +318,7 @@ __global__ __launch_bounds__(kProductThreads) void read(const __grid_constant__ 
   wait_for_tiles();
   const float scale = rsqrtf(static_cast<float>(args.key_size));
   scale_to_length<T, P>(s.k, 1.0f, s.inverse_length);
-  __syncthreads();
-  scale_to_length<T, P>(s.q, scale, s.inverse_length);
+  scale_to_length<T, P>(s.q, scale, s.inverse_length);  // by the same threads: q's remains
   __syncthreads();
   BlockProduct<T, R, R> products;
   products.template add<false, true, P>(s.q, kLd, s.k, kLd);

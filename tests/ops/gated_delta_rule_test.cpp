@@ -82,6 +82,7 @@ TEST(GatedDeltaRule, MatchesTheRecurrence) {
       {{0, 150}, 3, 3, 24, 40, true, 50.0},
       {{0, 130}, 1, 3, 64, 32, false, 1e-6},
       {{0, 65, 131}, 1, 2, 128, 128, true, 0.1},
+      {{0, 3, 700}, 1, 2, 64, 64, false, 0.05},
   };
   for (const at::Device device : test_devices()) {
     for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {

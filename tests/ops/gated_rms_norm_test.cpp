@@ -53,5 +53,30 @@ TEST(GatedRmsNorm, WeightGradientAccumulatesAndRepeatsToTheBit) {
   }
 }
 
+TEST(GatedRmsNorm, WeightGradientDoesNotDependOnThreads) {
+  const int before = at::get_num_threads();
+  const Tensor x = with_grad(random_tensor({1999, 3, 40}, at::kFloat, at::kCPU, 1));
+  const Tensor gate = random_tensor({1999, 3, 40}, at::kFloat, at::kCPU, 2);
+  std::vector<Tensor> grads;
+  for (const int threads : {1, 2, 3}) {
+    at::set_num_threads(threads);
+    const Parameter weight = make_parameter(at::ones({40}));
+    gated_rms_norm(x, gate, weight, 1e-6).sum().backward();
+    grads.push_back(weight.grad);
+  }
+  at::set_num_threads(before);
+  EXPECT_TRUE(tensors_identical(grads[1], grads[0]));
+  EXPECT_TRUE(tensors_identical(grads[2], grads[0]));
+}
+
+TEST(GatedRmsNorm, RefusesWhatDoesNotFit) {
+  const Tensor x = at::ones({4, 2, 8});
+  const Parameter weight = make_parameter(at::ones({8}));
+  EXPECT_THROW(gated_rms_norm(x, at::ones({4, 2, 7}), weight, 1e-6), Error);
+  EXPECT_THROW(gated_rms_norm(x, x, make_parameter(at::ones({7})), 1e-6), Error);
+  EXPECT_THROW(gated_rms_norm(x, x.to(at::kBFloat16), weight, 1e-6), Error);
+  EXPECT_NO_THROW(gated_rms_norm(x, x, weight, 1e-6));
+}
+
 }  // namespace
 }  // namespace marrow
