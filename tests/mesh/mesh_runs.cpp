@@ -48,14 +48,15 @@ std::string gpt_oss_config(const Setting& setting) {
       setting.layers(), types, setting.tied);
 }
 
-// DeltaNet layers, and every second one with full attention.
+// DeltaNet layers, and every second one with full attention. The norms' eps is as large as it is because states' first
+// outputs may be all but 0; heads are many, so that some forget slowly and their decays have gradients that count.
 std::string qwen3_5_config(const Setting& setting) {
   return fmt::format(
       R"({{"model_type": "qwen3_5_moe_text", "num_hidden_layers": {}, "hidden_size": 64, "num_attention_heads": 4,
 "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
-"shared_expert_intermediate_size": 40, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
-"linear_value_head_dim": 24, "linear_conv_kernel_dim": 4, "full_attention_interval": 2, "vocab_size": 512,
-"max_position_embeddings": 256, "rms_norm_eps": 1e-6, "rope_parameters": {{"rope_type": "default", "rope_theta": 1000000.0,
+"shared_expert_intermediate_size": 40, "linear_num_key_heads": 4, "linear_num_value_heads": 16, "linear_key_head_dim": 8,
+"linear_value_head_dim": 16, "linear_conv_kernel_dim": 4, "full_attention_interval": 2, "vocab_size": 512,
+"max_position_embeddings": 256, "rms_norm_eps": 1e-3, "rope_parameters": {{"rope_type": "default", "rope_theta": 1000000.0,
 "partial_rotary_factor": 0.25}}, "tie_word_embeddings": {}, "initializer_range": 0.05}})",
       setting.layers(), setting.tied);
 }

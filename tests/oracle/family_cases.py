@@ -133,7 +133,7 @@ def run_case(name, model, folder, kept, stacked, import_flags=()):
         if not torch.equal(stored, saved[key]):
             problems.append(f"{name}: the export's bytes of {key} differ from the checkpoint's")
     with torch.no_grad():
-        compare("logits of the export", exported(tokens[:, :-1]).logits, model.eval()(tokens[:, :-1]).logits, 1e-4)
+        logits = compare("logits of the export", exported(tokens[:, :-1]).logits, model.eval()(tokens[:, :-1]).logits, 1e-4)
 
     # Both forms, by evaluation: a whole sequence, and one token at a time.
     for source in (last, folder / "export"):
@@ -157,5 +157,6 @@ def run_case(name, model, folder, kept, stacked, import_flags=()):
     compare("loss in bf16", lines["rounded"][0]["loss"], loss.item(), 1e-2)
     if [line["loss"] for line in lines["straight"]] != [line["loss"] for line in lines["run"]]:
         problems.append(f"{name}: after a resume the loss is another")
-    print(f"{name}: {len(gradients)} parameters, worst gradient {worst:.1e}, {len(ours)} tokens generated", flush=True)
+    print(f"{name}: {len(gradients)} parameters, worst gradient {worst:.1e}, logits {logits:.1e}, "
+          f"{len(ours)} tokens generated", flush=True)
     return problems
