@@ -6,3 +6,6 @@ TORCH=$("$PYTHON" -c 'import os, torch; print(os.path.dirname(torch.__file__))')
 }
 LD_LIBRARY_PATH="$TORCH/lib:$(printf '%s:' "$TORCH"/../nvidia/*/lib)$BUNDLE/lib"
 export LD_LIBRARY_PATH OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=0
+for packed in "$BUNDLE"/bin/*.gz; do
+  [[ ! -e $packed ]] || gunzip "$packed"
+done
