@@ -124,11 +124,14 @@ TEST(QkNormRope, RotateFrontLeavesTheRest) {
               with_grad(heads.detach().select(2, 0).narrow(2, 0, rotary).flatten(1).repeat({1, 3}));
           const at::Tensor expected = std::get<0>(split_and_rotate(front, table, positions, 3, 3));
           expected.backward(d.narrow(2, 0, rotary));
-          EXPECT_TRUE(tensors_identical(turned.narrow(2, 0, rotary), expected));
+          // On a GPU the kernel fuses a product and a sum, which rounds once less.
+          const double rounding = dtype == at::kFloat ? 1e-6 : 1e-2;
+          EXPECT_TRUE(tensors_close(turned.narrow(2, 0, rotary), expected, rounding, rounding));
           EXPECT_TRUE(tensors_identical(turned.slice(2, rotary), heads.select(2, 0).slice(2, rotary)));
           const at::Tensor grad = heads.grad().select(2, 0);
-          EXPECT_TRUE(tensors_identical(grad.narrow(2, 0, rotary),
-                                        front.grad().narrow(1, 0, 3 * rotary).unflatten(1, {3, rotary})));
+          EXPECT_TRUE(tensors_close(grad.narrow(2, 0, rotary),
+                                    front.grad().narrow(1, 0, 3 * rotary).unflatten(1, {3, rotary}), rounding,
+                                    rounding));
           EXPECT_TRUE(tensors_identical(grad.slice(2, rotary), d.slice(2, rotary)));
         }
       }
