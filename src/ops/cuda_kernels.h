@@ -73,6 +73,22 @@ void grouped_forward_cuda(View rows, View weight, View offsets, View out, View w
 void grouped_input_grad_cuda(View dy, View weight, View offsets, View d_rows, View workspace);
 void grouped_weight_grad_cuda(View dy, View rows, View offsets, View grad, View workspace);
 
+// Quantises x [R, C] as quantize_rows, or quantize_expert_rows with `offsets` [E] int32 (or none): data and its scales,
+// transposed and its scales, each pair may be none.
+void quantize_rows_cuda(View x, View data, View scale, View transposed, View transposed_scale, View offsets);
+
+struct Fp8ScaleStrides {
+  int64_t row = 0, column = 0;
+};
+
+// weight [E, N, K] or [N, K] as quantize_weight; the scales of a further expert follow without a gap.
+void quantize_weight_cuda(View weight, int64_t n, int64_t k, View data, View scale, Fp8ScaleStrides strides,
+                          View transposed, View transposed_scale, Fp8ScaleStrides transposed_strides);
+
+// out [R, N] bf16 = rows [R, K] · weight[e] [N, K]ᵀ, as quantised by these; workspace as above.
+void grouped_fp8_cuda(View rows, View rows_scale, View weight, View weight_scale, View offsets, View out,
+                      View workspace);
+
 // Row r of logits [R, V]: losses[r] = -log softmax(row)[targets[r]], 0 where the target is -1 (NaN where it is outside
 // the vocabulary). with_gradient overwrites the row by gradient_scale · d loss / d logits.
 void cross_entropy_cuda(View logits, View targets, View losses, float gradient_scale, bool with_gradient);

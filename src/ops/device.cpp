@@ -73,6 +73,18 @@ at::Device use_gpu([[maybe_unused]] int64_t index) {
   return at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(index));
 }
 
+void check_fp8_device([[maybe_unused]] at::Device device) {
+#ifdef MARROW_CUDA
+  if (!device.is_cuda()) return;
+  int major = 0, minor = 0;
+  C10_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device.index()));
+  C10_CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device.index()));
+  MARROW_CHECK(major == 9 && minor == 0, ExitCode::kUsage, Fix("set train.dtype = \"bf16\""),
+               "train.dtype = \"fp8\" needs a GPU of compute capability 9.0 (Hopper); {} has {}.{}", device.str(),
+               major, minor);
+#endif
+}
+
 void set_cpu_threads(int64_t wanted, int64_t ranks) {
   const int64_t cores = std::max<int64_t>(std::thread::hardware_concurrency(), 1);
   at::set_num_threads(static_cast<int>(wanted > 0 ? wanted : std::max<int64_t>(1, cores / ranks)));

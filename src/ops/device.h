@@ -9,6 +9,8 @@ namespace marrow {
 bool gpu_available();  // built with CUDA kernels, and a GPU is there
 // Makes GPU `index` of this host the current one. Error: kUsage where there is none.
 at::Device use_gpu(int64_t index);
+// Error (kUsage) for a GPU without the block-scaled products of train.dtype = "fp8"; the CPU emulates them.
+void check_fp8_device(at::Device device);
 
 // Highest memory so far: what the allocator holds of a GPU, resident memory on the CPU.
 int64_t peak_memory_bytes(at::Device device);

@@ -1,6 +1,7 @@
 #include "ops/grouped_linear.h"
 
 #include "ops/cpu_math.h"
+#include "ops/fp8_quantize.h"
 #include "ops/op_tools.h"
 
 namespace marrow {
@@ -64,6 +65,23 @@ Tensor multiply_rows(const Tensor& rows, const Tensor& weight, const Tensor& off
   return out.to(rows.options());
 }
 
+// As multiply_rows, of E4M3 values.
+Tensor multiply_rows_fp8(const Tensor& rows, const Fp8Pair& weight, const Tensor& offsets, bool transpose) {
+  const Fp8Matrix& matrices = transpose ? weight.rows : weight.transposed;  // [E, outer, inner]
+  const int64_t outer = matrices.data.size(1);
+  if (rows.size(0) == 0) return at::empty({0, outer}, rows.options());
+  const Fp8Matrix rows8 = quantize_expert_rows(rows, offsets);
+  if (rows.is_cuda()) {
+    const Tensor out = at::empty({rows.size(0), outer}, rows.options());
+    MARROW_CUDA_CALL(grouped_fp8_cuda(rows8.data, rows8.scale, matrices.data, matrices.scale, offsets, out,
+                                      workspace_on(rows.device())));
+    return out;
+  }
+  const Tensor out = at::empty({rows.size(0), outer}, at::kFloat);
+  multiply_rows_cpu(dequantize(rows8), dequantize(matrices), offsets, true, out);
+  return out.to(rows.scalar_type());
+}
+
 void accumulate(const Tensor& grad, const Tensor& dy, const Tensor& rows, const Tensor& offsets) {
   const at::NoGradGuard no_grad;
   if (rows.is_cuda() && rows.scalar_type() == at::kBFloat16) {
@@ -89,15 +107,21 @@ Tensor grouped_linear(const Tensor& rows, const Parameter& weight, const Tensor&
                Fix("choose hidden and intermediate sizes divisible by 8, or set train.dtype = "
                    "\"fp32\""),
                "{}: the grouped bf16 product needs sizes divisible by 8, not [{}, {}]", weight.name, n, k);
+  const auto multiply = [=](const Tensor& from, Fp8Product product, bool transpose) {
+    if (fp8_wins(weight, product, from, transpose ? n : k)) {
+      return multiply_rows_fp8(from, weight.fp8->of(weight.value), offsets, transpose);
+    }
+    return multiply_rows(from, weight.value, offsets, transpose);
+  };
   const Tensor in = rows.detach();
   return differentiable(
-      {rows}, {multiply_rows(in, weight.value, offsets, !input_major)},
+      {rows}, {multiply(in, Fp8Product::kExpertForward, !input_major)},
       [=, &queue](const variable_list& d_out) -> variable_list {
         const Tensor dy = d_out[0].contiguous(), &grad = weight.grad;
         if (grad.defined() && in.size(0) > 0) {
           queue.push([=] { accumulate(grad, input_major ? in : dy, input_major ? dy : in, offsets); });
         }
-        return {multiply_rows(dy, weight.value, offsets, input_major)};
+        return {multiply(dy, Fp8Product::kExpertInputGrad, input_major)};
       })[0];
 }
 

@@ -7,6 +7,8 @@ namespace marrow {
 // out[r] = rows[r] · weight[e]ᵀ for offsets[e-1] ≤ r < offsets[e]. rows [R, K] fp32 or bf16, weight [E, N, K] of the
 // same dtype, offsets [E] int32 on the same device → [R, N]. Rows from offsets[E-1] on are zero on the CPU, and not
 // written on the GPU. bf16 on the GPU needs K and N divisible by 8. The weight's gradient goes through `queue`.
+// Where weight.fp8 is set, the forward and the input gradient are of E4M3 values if that is faster (fp8_wins), each
+// product's inner sizes in blocks of 128; the weight's gradient is as without, from the rows as they came.
 // `input_major`: weight is [E, K, N], and out[r] = rows[r] · weight[e].
 at::Tensor grouped_linear(const at::Tensor& rows, const Parameter& weight, const at::Tensor& offsets,
                           WeightGradQueue& queue, bool input_major = false);

@@ -4,12 +4,15 @@
 
 namespace marrow {
 
+class Fp8Weight;  // fp8_quantize.h
+
 // `value` is in the working dtype; operators read it and add its gradient into `grad` (fp32, same
 // shape; undefined at inference) themselves. Both are views into the flat buffers of a group.
 struct Parameter {
   std::string name;  // "layers.3.experts.down"
   at::Tensor value;
   at::Tensor grad;
+  std::shared_ptr<Fp8Weight> fp8 = nullptr;  // of a linear or grouped map whose products are in fp8
 };
 
 // Backward of a linear, grouped, embedding or head product pushes the addition of its weight

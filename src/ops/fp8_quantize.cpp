@@ -1,0 +1,148 @@
+#include "ops/fp8_quantize.h"
+
+#include <bit>
+
+#include "ops/op_tools.h"
+
+namespace marrow {
+namespace {
+
+int64_t blocks(int64_t n) { return (n + kFp8Block - 1) / kFp8Block; }
+
+std::vector<int64_t> with_ends(const Tensor& x, int64_t rows, int64_t columns) {
+  std::vector<int64_t> sizes = x.sizes().vec();
+  sizes[sizes.size() - 2] = rows;
+  sizes.back() = columns;
+  return sizes;
+}
+
+// Blocks of `height` rows of x [.., R, C].
+Fp8Matrix quantize_cpu(const Tensor& x, int64_t height) {
+  const Tensor in = x.to(at::kFloat).contiguous();
+  const int64_t rows = in.size(-2), columns = in.size(-1), down = (rows + height - 1) / height,
+                across = blocks(columns);
+  const Fp8Matrix out{at::empty(in.sizes(), in.options().dtype(at::kFloat8_e4m3fn)),
+                      at::empty(with_ends(in, down, across), in.options())};
+  const float* from = floats(in);
+  float* scales = floats(out.scale);
+  auto* data = out.data.data_ptr<c10::Float8_e4m3fn>();
+  at::parallel_for(0, out.scale.numel() / std::max<int64_t>(across, 1), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin * across; block < end * across; ++block) {
+      const int64_t line = block / across, first = line / down * rows + line % down * height;
+      const int64_t last = std::min(first + height, (line / down + 1) * rows);
+      const int64_t left = block % across * kFp8Block, right = std::min(left + kFp8Block, columns);
+      uint32_t most = 0;
+      for (int64_t r = first; r < last; ++r) {
+        for (int64_t c = left; c < right; ++c) {
+          most = std::max(most, std::bit_cast<uint32_t>(from[r * columns + c]) & 0x7fffffffu);
+        }
+      }
+      const uint32_t scale = fp8_scale_bits(most);
+      const auto inverse = std::bit_cast<float>(fp8_inverse_bits(scale));
+      scales[block] = std::bit_cast<float>(scale);
+      for (int64_t r = first; r < last; ++r) {
+        for (int64_t c = left; c < right; ++c) data[r * columns + c] = from[r * columns + c] * inverse;
+      }
+    }
+  });
+  return out;
+}
+
+Tensor fp8_like(const Tensor& x, at::IntArrayRef sizes) {
+  return at::empty(sizes, x.options().dtype(at::kFloat8_e4m3fn));
+}
+
+Tensor floats_like(const Tensor& x, at::IntArrayRef sizes) { return at::empty(sizes, x.options().dtype(at::kFloat)); }
+
+void check_gpu(const char* what, const Tensor& x, bool rows) {
+  check_tensor(what, x, at::kBFloat16, x.sizes());
+  MARROW_CHECK(x.size(-1) % 16 == 0 && (!rows || x.size(-2) % 16 == 0), ExitCode::kUsage,
+               Fix("choose sizes divisible by 16, or set train.dtype = \"bf16\""), "{} {} is not divisible by 16", what,
+               c10::str(x.sizes()));
+}
+
+}  // namespace
+
+Fp8Pair quantize_rows(const Tensor& x, bool rows, bool transposed) {
+  Fp8Pair out;
+  if (x.is_cpu()) {
+    if (rows) out.rows = quantize_cpu(x, 1);
+    if (transposed) out.transposed = quantize_cpu(x.t(), 1);
+    return out;
+  }
+  check_gpu("fp8 rows", x, transposed);
+  const int64_t r = x.size(0), c = x.size(1);
+  if (rows) out.rows = {fp8_like(x, {r, c}), floats_like(x, {blocks(c), r}).t()};
+  if (transposed) out.transposed = {fp8_like(x, {c, r}), floats_like(x, {blocks(r), c}).t()};
+  MARROW_CUDA_CALL(
+      quantize_rows_cuda(x, out.rows.data, out.rows.scale, out.transposed.data, out.transposed.scale, View()));
+  return out;
+}
+
+Fp8Matrix quantize_expert_rows(const Tensor& rows, const Tensor& offsets) {
+  if (rows.is_cpu()) return quantize_cpu(rows, 1);
+  check_gpu("fp8 rows of experts", rows, false);
+  const Fp8Matrix out{fp8_like(rows, rows.sizes()), floats_like(rows, {rows.size(0) * blocks(rows.size(1))})};
+  MARROW_CUDA_CALL(quantize_rows_cuda(rows, out.data, out.scale, View(), View(), offsets));
+  return out;
+}
+
+Fp8Pair quantize_weight(const Tensor& weight) {
+  if (weight.is_cpu()) {
+    const Fp8Matrix own = quantize_cpu(weight, kFp8Block);
+    return {own, {own.data.transpose(-1, -2).contiguous(), own.scale.transpose(-1, -2).contiguous()}};
+  }
+  check_gpu("fp8 weight", weight, true);
+  const bool experts = weight.dim() == 3;
+  // Rows of a matrix begin at 16 bytes (cuBLAS); of experts the columns are in order, without gaps (CUTLASS).
+  const auto make = [&](int64_t r, int64_t c) {
+    const int64_t down = blocks(r), across = blocks(c);
+    const Tensor scale = experts ? floats_like(weight, {weight.size(0), across, down}).transpose(1, 2)
+                                 : floats_like(weight, {down, (across + 3) / 4 * 4}).narrow(1, 0, across);
+    return Fp8Matrix{fp8_like(weight, with_ends(weight, r, c)), scale};
+  };
+  const int64_t n = weight.size(-2), k = weight.size(-1);
+  const Fp8Pair out{make(n, k), make(k, n)};
+  const auto strides = [](const Tensor& scale) { return Fp8ScaleStrides{scale.stride(-2), scale.stride(-1)}; };
+  MARROW_CUDA_CALL(quantize_weight_cuda(weight, n, k, out.rows.data, out.rows.scale, strides(out.rows.scale),
+                                        out.transposed.data, out.transposed.scale, strides(out.transposed.scale)));
+  return out;
+}
+
+Tensor dequantize(const Fp8Matrix& matrix) {
+  Tensor scale = matrix.scale;
+  const auto spread = [&](int64_t dim, int64_t size) {
+    if (scale.size(dim) != size) scale = scale.repeat_interleave(kFp8Block, dim).narrow(dim, 0, size);
+  };
+  spread(-2, matrix.data.size(-2));
+  spread(-1, matrix.data.size(-1));
+  return matrix.data.to(at::kFloat).mul_(scale);
+}
+
+Tensor fp8_product(const Fp8Matrix& a, const Fp8Matrix& b, at::ScalarType dtype) {
+  if (a.data.is_cpu()) return at::mm(dequantize(a), dequantize(b).t()).to(dtype);
+  return at::_scaled_mm(a.data, b.data.t(), a.scale, b.scale.t(), {}, {}, dtype);
+}
+
+const std::array<Fp8Bound, 5>& fp8_bounds() {
+  static constexpr std::array<Fp8Bound, 5> bounds = {{{"forward", 1024, 1024},
+                                                      {"input gradient", 1024, 1024},
+                                                      {"weight gradient", 4096, 1024},
+                                                      {"experts forward", 256, 1024},
+                                                      {"experts input gradient", 256, 1024}}};
+  return bounds;
+}
+
+bool fp8_wins(const Parameter& weight, Fp8Product product, const Tensor& rows, int64_t outer) {
+  if (weight.fp8 == nullptr || rows.is_cpu()) return weight.fp8 != nullptr;
+  const bool experts = product == Fp8Product::kExpertForward || product == Fp8Product::kExpertInputGrad;
+  if (rows.scalar_type() != at::kBFloat16 || rows.size(0) == 0 || rows.size(1) % 16 != 0 || outer % 16 != 0 ||
+      (!experts && rows.size(0) % 16 != 0)) {
+    return false;
+  }
+  const Fp8Bound& least = fp8_bounds()[static_cast<size_t>(product)];
+  const int64_t each = rows.size(0) / (experts ? weight.value.size(0) : 1);
+  return weight.fp8->at_any_size() || (each >= least.rows && outer >= least.outer);
+}
+
+}  // namespace marrow

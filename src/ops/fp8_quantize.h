@@ -1,0 +1,70 @@
+// E4M3 with a scale for each block of 128 (train.dtype = "fp8"): matrices, the weights' copies, and the products of
+// which `linear` and `grouped_linear` are made.
+#pragma once
+#include "ops/fp8_scale.h"
+#include "ops/parameter.h"
+
+namespace marrow {
+
+// Element (r, c) is data[r, c] · scale[r / height, c / 128]; height is 1 in activations and gradients, 128 in weights.
+// The scales are fp32 powers of two (fp8_scale.h), in the order in memory that the products want.
+struct Fp8Matrix {
+  at::Tensor data;   // [R, C] or [E, R, C] E4M3
+  at::Tensor scale;  // [.., ⌈R / height⌉, ⌈C / 128⌉]
+};
+
+// A matrix [R, C], and [C, R] with the scales along what was its rows: what a product over the rows reads.
+struct Fp8Pair {
+  Fp8Matrix rows, transposed;
+};
+
+// x [R, C] fp32 or bf16, 1 × 128. One read makes what is asked for; the other stays undefined. On the GPU x is bf16,
+// contiguous, and R and C divide by 16 (R only for `transposed`).
+Fp8Pair quantize_rows(const at::Tensor& x, bool rows, bool transposed);
+
+// The same of experts' rows for fp8_grouped: R is any; the scales on the GPU, [R · ⌈C / 128⌉], are those of an
+// expert's rows after another's. offsets [E] int32; rows from offsets[E-1] on are undefined.
+Fp8Matrix quantize_expert_rows(const at::Tensor& rows, const at::Tensor& offsets);
+
+// weight [N, K] or [E, N, K], 128 × 128, both ways round. On the GPU bf16; N and K divide by 16.
+Fp8Pair quantize_weight(const at::Tensor& weight);
+
+at::Tensor dequantize(const Fp8Matrix& matrix);  // fp32
+
+// a [M, K] · b [N, K]ᵀ → [M, N] bf16 or fp32, summed in fp32. On the CPU the dequantised matrices are multiplied.
+at::Tensor fp8_product(const Fp8Matrix& a, const Fp8Matrix& b, at::ScalarType dtype);
+
+// The copies of a weight, made when they are first asked for. Whoever changes the weight calls `stale`: the
+// parameter store where it gathers new values (an optimizer step, a load), and where it takes a layer's memory away.
+class Fp8Weight {
+ public:
+  // `at_any_size`: also where bf16 is faster, for tests and measurements.
+  explicit Fp8Weight(bool at_any_size = false) : at_any_size_(at_any_size) {}
+  const Fp8Pair& of(const at::Tensor& value) {
+    if (!made_.rows.data.defined()) made_ = quantize_weight(value);
+    return made_;
+  }
+  void stale() { made_ = {}; }
+  bool at_any_size() const { return at_any_size_; }
+
+ private:
+  bool at_any_size_;
+  Fp8Pair made_;
+};
+
+// Experts' weight gradients are no product of these: what is summed over is an expert's rows, any number of them, and
+// padding each to blocks costs what fp8 gains. They stay in bf16.
+enum class Fp8Product { kForward, kInputGrad, kWeightGrad, kExpertForward, kExpertInputGrad };
+
+// Whether the product of `rows` [R, inner] (x, or the output's gradient) that has `outer` columns is to be in fp8: the
+// weight has copies, and on the GPU the sizes fit and are such that fp8 is faster, by the table in the .cpp.
+bool fp8_wins(const Parameter& weight, Fp8Product product, const at::Tensor& rows, int64_t outer);
+
+// The least rows (of an expert, on average) and columns of a product in fp8 on the GPU.
+struct Fp8Bound {
+  const char* product;
+  int64_t rows, outer;
+};
+const std::array<Fp8Bound, 5>& fp8_bounds();  // by Fp8Product
+
+}  // namespace marrow
