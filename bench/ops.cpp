@@ -9,6 +9,7 @@
 
 #include "ops/attention.h"
 #include "ops/embedding.h"
+#include "ops/fp8_quantize.h"
 #include "ops/gated_delta_rule.h"
 #include "ops/gated_rms_norm.h"
 #include "ops/grouped_linear.h"
@@ -241,10 +242,13 @@ void gated_norm(benchmark::State& state, bool backward) {
 
 enum class Pass { kForward, kInputGradient, kWeightGradient };
 
-// The three products of a linear map; `run` makes the output from its input, the parameter and a queue.
-void products(benchmark::State& state, Pass pass, const Tensor& x, at::IntArrayRef weight_shape, double flops,
+// The three products of a linear map; `run` makes the output from its input, the parameter and a queue. In fp8 the
+// weight's copies are there already; forward and input gradient quantise x and dy one way, as "quantize_rows". The
+// other way round, which only the weight gradient needs, is in no row: it is what "both ways" takes more.
+void products(benchmark::State& state, Pass pass, const Tensor& x, at::IntArrayRef weight_shape, double flops, bool fp8,
               const std::function<Tensor(const Parameter&, WeightGradQueue&)>& run) {
-  const Parameter weight = sizes().parameter(weight_shape, pass == Pass::kWeightGradient);
+  Parameter weight = sizes().parameter(weight_shape, pass == Pass::kWeightGradient);
+  if (fp8) weight.fp8 = std::make_shared<Fp8Weight>(/*at_any_size=*/true);
   WeightGradQueue queue;
   if (pass == Pass::kForward) {
     const at::NoGradGuard no_grad;
@@ -256,11 +260,25 @@ void products(benchmark::State& state, Pass pass, const Tensor& x, at::IntArrayR
       state, Unit::kFlops, flops, [&] { queue.run_all(); }, backward);  // the first call runs them all
 }
 
-void project(benchmark::State& state, Pass pass) {
+void project(benchmark::State& state, Pass pass, int64_t n, int64_t k, bool fp8) {
   const Sizes s = sizes();
-  const Tensor x = s.leaf({s.tokens(), s.hidden});
-  products(state, pass, x, {s.qkv(), s.hidden}, 2.0 * static_cast<double>(s.tokens() * s.hidden * s.qkv()),
+  const Tensor x = s.leaf({s.tokens(), k});
+  products(state, pass, x, {n, k}, 2.0 * static_cast<double>(s.tokens() * k * n), fp8,
            [&](const Parameter& weight, WeightGradQueue& queue) { return linear(x, weight, queue); });
+}
+
+void quantize(benchmark::State& state, bool transposed) {
+  const Sizes s = sizes();
+  const Tensor x = s.random({s.tokens(), s.hidden});
+  measure(state, Unit::kBytes, static_cast<double>(x.numel()) * (s.element() + (transposed ? 2 : 1)),
+          [&] { quantize_rows(x, true, transposed); });
+}
+
+void quantize_experts(benchmark::State& state) {
+  const Sizes s = sizes();
+  const Tensor weight = s.random({s.experts, 2 * s.intermediate, s.hidden});
+  measure(state, Unit::kBytes, static_cast<double>(weight.numel()) * (s.element() + 2),
+          [&] { quantize_weight(weight); });
 }
 
 // Experts [T, k] as a router from random weights chooses them on natural tokens: the busiest is chosen by nearly every
@@ -271,12 +289,12 @@ Tensor choose_experts(const Sizes& s, bool even) {
   return std::get<1>((even ? noise : noise - rank.log()).topk(s.top_k)).to(at::kInt).contiguous();
 }
 
-void grouped(benchmark::State& state, Pass pass, bool down, bool even) {
+void grouped(benchmark::State& state, Pass pass, bool down, bool even, bool fp8) {
   const Sizes s = sizes();
   const int64_t n = down ? s.hidden : 2 * s.intermediate, k = down ? s.intermediate : s.hidden;
   const ExpertPermutation order = expert_permutation(choose_experts(s, even), s.experts);
   const Tensor rows = s.leaf({s.rows(), k});
-  products(state, pass, rows, {s.experts, n, k}, 2.0 * static_cast<double>(s.rows() * n * k),
+  products(state, pass, rows, {s.experts, n, k}, 2.0 * static_cast<double>(s.rows() * n * k), fp8,
            [&](const Parameter& weight, WeightGradQueue& queue) {
              return grouped_linear(rows, weight, order.offsets, queue);
            });
@@ -403,7 +421,20 @@ int main(int argc, char** argv) {
   add("embedding backward deterministic", embed, true, true);
   add("add_rms_norm forward", norm, false);
   add("add_rms_norm backward", norm, true);
-  add_products("linear qkv", project);
+  const Sizes s = sizes();
+  std::vector<std::tuple<std::string, int64_t, int64_t>> maps = {{"qkv", s.qkv(), s.hidden}};
+  for (const int64_t size : {512, 768, 1024, 2048, 4096, 7168}) {  // from which on fp8 wins
+    if (s.device.is_cuda()) maps.emplace_back(std::to_string(size), size, size);
+  }
+  for (const auto& [name, n, k] : maps) {
+    for (const bool fp8 : {false, true}) {
+      add_products("linear " + name + (fp8 ? " fp8" : ""),
+                   [n = n, k = k, fp8](State& state, Pass pass) { project(state, pass, n, k, fp8); });
+    }
+  }
+  add("quantize_rows", quantize, false);
+  add("quantize_rows both ways", quantize, true);
+  add("quantize_weight experts", quantize_experts);
   add("qk_norm_rope forward", rope, false);
   add("qk_norm_rope backward", rope, true);
   add("attention forward", attend, false, false, false);
@@ -425,8 +456,11 @@ int main(int argc, char** argv) {
   add("sum_rows", move_rows, true);
   for (const bool even : {false, true}) {
     for (const bool down : {false, true}) {
-      add_products(std::string("grouped_linear ") + (down ? "down" : "gate_up") + (even ? " even" : ""),
-                   [=](State& state, Pass pass) { grouped(state, pass, down, even); });
+      for (const bool fp8 : {false, true}) {
+        add_products(
+            std::string("grouped_linear ") + (down ? "down" : "gate_up") + (even ? " even" : "") + (fp8 ? " fp8" : ""),
+            [=](State& state, Pass pass) { grouped(state, pass, down, even, fp8); });
+      }
     }
   }
   add("swiglu forward", activate, false);

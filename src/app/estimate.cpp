@@ -1,6 +1,7 @@
 // marrow estimate: will it fit? Memory of each rank, and what to change where it does not.
 #include "app/planned_run.h"
 #include "ops/device.h"
+#include "ops/fp8_quantize.h"
 #include "train/memory_estimate.h"
 
 namespace marrow {
@@ -81,13 +82,24 @@ std::string table(const std::vector<RankMemory>& ranks) {
   return text;
 }
 
+// From which sizes on a product is in fp8.
+std::string fp8_table() {
+  std::string text = "in fp8 from (rows, of an expert on average; columns), else in bf16:";
+  for (const Fp8Bound& least : fp8_bounds()) {
+    text += fmt::format(" {} ({}; {}),", least.product, least.rows, least.outer);
+  }
+  return text + " experts weight gradient never\n";
+}
+
 int run_estimate(const CommandLine& args) {
   const auto [config, model] = open_planned_run(args);
   const RunEstimate estimate = estimate_run(*model, config);
   const double memory = memory_of_rank(args, config, std::ssize(estimate.ranks));
   const int64_t most = largest(estimate);
   const bool fits = static_cast<double>(most) <= memory;
-  const bool gpu = config.train.device == TrainDevice::kGpu, bf16 = config.train.dtype == TrainDtype::kBf16;
+  const bool gpu = config.train.device == TrainDevice::kGpu;
+  constexpr const char* dtypes[] = {"bf16", "fp32", "fp8"};
+  const char* dtype = dtypes[static_cast<size_t>(config.train.dtype)];
 
   int64_t save_copy = 0;
   std::string list;
@@ -102,8 +114,9 @@ int run_estimate(const CommandLine& args) {
   const auto& mesh = config.mesh;
   std::string text = fmt::format(
       "pp {} x dp {} x cp {} x ep {}, {} in {}, micro-batches of {} x {} tokens; GB a rank\n", mesh.pp, mesh.dp,
-      mesh.cp, mesh.ep, gpu ? "GPUs" : "CPUs", bf16 ? "bf16" : "fp32", config.train.micro_batch, config.data.seq_len);
+      mesh.cp, mesh.ep, gpu ? "GPUs" : "CPUs", dtype, config.train.micro_batch, config.data.seq_len);
   text += table(estimate.ranks);
+  if (gpu && config.train.dtype == TrainDtype::kFp8) text += fp8_table();
   if (config.checkpoint.async) text += fmt::format("a save copies {:.1f} GB a rank to host memory\n", in_gb(save_copy));
   if (estimate.step_seconds > 0) {
     text += fmt::format("a step's passes take {:.2f} s on H200s, exchanges and update not counted\n",
@@ -113,7 +126,7 @@ int run_estimate(const CommandLine& args) {
   if (!fits) text += "; instead:" + advice(*model, config, most, memory);
   JsonWriter json;
   json.raw("ranks", "[" + list + "]").field("fits", fits, "memory", static_cast<int64_t>(memory));
-  json.field("device", gpu ? "gpu" : "cpu", "dtype", bf16 ? "bf16" : "fp32", "step_seconds", estimate.step_seconds);
+  json.field("device", gpu ? "gpu" : "cpu", "dtype", dtype, "step_seconds", estimate.step_seconds);
   args.print(text, json);
   return 0;
 }

@@ -1,5 +1,6 @@
 #include "parallel/parameter_store.h"
 
+#include "ops/fp8_quantize.h"
 #include "ops/philox_normal.h"
 
 namespace marrow {
@@ -19,6 +20,10 @@ void set_memory(const at::Tensor& flat, bool present) {
   const size_t bytes = present ? flat.nbytes() : 0;
   storage->set_data_ptr_noswap(storage->allocator()->allocate(bytes));
   storage->set_nbytes(bytes);
+}
+
+void mark_stale(const FlatGroup& group) {
+  for (const auto& weight : group.fp8) weight->stale();
 }
 
 RankGroup place_in(const std::vector<int64_t>& ranks, int64_t rank) {
@@ -108,8 +113,12 @@ void ParameterStore::add_group(std::string name, std::vector<ParameterSpec> spec
     const auto view = [&](const at::Tensor& flat) {
       return flat.narrow(0, group.offsets[i], group.spec_elements(i)).view(spec.shape).detach();
     };
-    table_.emplace(spec.name,
-                   Parameter{spec.name, view(group.working), options_.training ? view(group.grad) : at::Tensor()});
+    Parameter parameter{spec.name, view(group.working), options_.training ? view(group.grad) : at::Tensor()};
+    if (options_.fp8 && spec.rule == UpdateRule::kMuon) {
+      parameter.fp8 = group.fp8.emplace_back(std::make_shared<Fp8Weight>());
+      group.fp8_elements += group.spec_elements(i);
+    }
+    table_.emplace(spec.name, std::move(parameter));
   }
   for (const at::Tensor& flat : {group.working, group.grad}) {  // not before all views are made
     if (options_.by_layer && flat.defined()) set_memory(flat, false);
@@ -194,6 +203,7 @@ void ParameterStore::start_gather(FlatGroup& group) {
     set_memory(group.working, true);
     group.own(group.working).copy_(group.master);
   }
+  mark_stale(group);
   if (group.shards.size == 1) return;
   group.gathering = group.shards.communicator->all_gather(group.working, group.bounds);
 }
@@ -201,6 +211,7 @@ void ParameterStore::start_gather(FlatGroup& group) {
 void ParameterStore::release(FlatGroup& group) {
   if (!options_.by_layer || --group.users > 0) return;
   finish_gather(group);
+  mark_stale(group);
   set_memory(group.working, false);
 }
 
@@ -261,7 +272,7 @@ std::vector<OwnedRange> ParameterStore::owned_ranges() {
 std::vector<std::pair<std::string, int64_t>> ParameterStore::bytes() const {
   int64_t parameters = 0, gradients = 0, states = 0, largest = 0;
   for (const FlatGroup& group : groups_) {
-    const int64_t working = bytes_of(group.working), grad = bytes_of(group.grad);
+    const int64_t working = bytes_of(group.working) + 2 * group.fp8_elements, grad = bytes_of(group.grad);
     const bool apart = options_.by_layer || group.rounded.defined();
     parameters += (options_.by_layer ? 0 : working) + (apart ? bytes_of(group.master) : 0);
     gradients += options_.by_layer ? bytes_of(group.own_grad) : grad;

@@ -36,6 +36,8 @@ struct FlatGroup {
   at::Tensor own_grad;    // [m] this shard of `grad`
   at::Tensor exp_avg;     // [m] first moment or momentum, undefined at inference
   at::Tensor exp_avg_sq;  // second moment of what AdamW updates in the shard
+  std::vector<std::shared_ptr<Fp8Weight>> fp8;  // of the weights whose products are in fp8
+  int64_t fp8_elements = 0;                     // of these weights
   PendingTransfer gathering, reducing;
   int64_t users = 0;     // by_layer: calls of start_gather that wait for a release
   bool reduces = false;  // by_layer: start_reduce was called, finish_reduce not yet
@@ -67,6 +69,9 @@ class ParameterStore {
     // mesh.shard = "layer": `working` and `grad` have memory only from start_gather to release and from
     // open_grad to finish_reduce; masters have their own.
     bool by_layer = false;
+    // The matrices that are Muon's under Muon (those of linear and grouped products) have copies in fp8, made when they
+    // are first read after start_gather, and gone with the working copy.
+    bool fp8 = false;
     RankGroup ep;              // hold E/ep consecutive experts each
     RankGroup dense, experts;  // hold the shards of everything but experts, of experts
     RankGroup replicas;        // hold equal shards
@@ -103,8 +108,8 @@ class ParameterStore {
   // those that write checkpoints; all ranks read them. Valid while the store lives.
   std::vector<OwnedRange> owned_ranges();
   int64_t elements() const;  // of the model, whole tensors, this rank's experts
-  // What the buffers take, by kind. "parameters": working copies and masters. by_layer: those that stay, and the
-  // largest group of those that come and go.
+  // What the buffers take, by kind. "parameters": working copies, those in fp8, and masters. by_layer: those that stay,
+  // and the largest group of those that come and go.
   std::vector<std::pair<std::string, int64_t>> bytes() const;
   const Options& options() const { return options_; }
 

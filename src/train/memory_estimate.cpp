@@ -27,7 +27,7 @@ class Estimator {
  public:
   Estimator(const MoeModel& model, const PretrainConfig& config)
       : model_(model), config_(config), gpu_(config.train.device == TrainDevice::kGpu) {
-    element_ = config.train.dtype == TrainDtype::kBf16 ? 2 : 4;
+    element_ = config.train.dtype == TrainDtype::kFp32 ? 4 : 2;
     tokens_ = config.train.micro_batch * config.data.seq_len / config.mesh.cp;
     hidden_ = tokens_ * model.shape().hidden * element_;
     micro_batches_ = config.train.global_batch / (config.train.micro_batch * config.mesh.dp * config.mesh.ep);
@@ -159,7 +159,8 @@ class Estimator {
       }
       if (parts_.pipeline.slots() == 2) chunk = std::max(chunk, sum);
     }
-    return largest * element_ * (fuses_pairs() ? 2 : 1) + 4 * std::max(2 * largest, chunk);
+    const int64_t element = element_ + (config_.train.dtype == TrainDtype::kFp8 ? 2 : 0);  // both ways round
+    return largest * element * (fuses_pairs() ? 2 : 1) + 4 * std::max(2 * largest, chunk);
   }
 
   int64_t outside(const MeshShape& mesh) const {
@@ -183,7 +184,7 @@ class Estimator {
   std::vector<LayerBytes> layers_;
 };
 
-at::ScalarType scalar_type(TrainDtype dtype) { return dtype == TrainDtype::kBf16 ? at::kBFloat16 : at::kFloat; }
+at::ScalarType scalar_type(TrainDtype dtype) { return dtype == TrainDtype::kFp32 ? at::kFloat : at::kBFloat16; }
 
 }  // namespace
 
@@ -193,6 +194,7 @@ ParameterStore::Options store_options(const PretrainConfig& config, const Mesh& 
   options.working_dtype = scalar_type(config.train.dtype);
   options.state_dtype = scalar_type(config.optimizer.state_dtype);
   options.muon = config.optimizer.name == OptimizerName::kMuon;
+  options.fp8 = config.train.dtype == TrainDtype::kFp8;
   options.by_layer = config.mesh.shard == ShardMode::kLayer;
   options.place(mesh);
   return options;

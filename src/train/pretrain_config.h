@@ -11,7 +11,7 @@ namespace marrow {
 enum class LearningRateSchedule { kWsd, kCosine, kConstant };
 enum class OptimizerName { kAdamW, kMuon };
 enum class Recompute { kNone, kCheap, kLayer };
-enum class TrainDtype { kBf16, kFp32 };
+enum class TrainDtype { kBf16, kFp32, kFp8 };  // kFp8: bf16, with products of weights in E4M3
 enum class TrainDevice { kCpu, kGpu };
 enum class ShardMode { kStep, kLayer };
 

@@ -61,6 +61,7 @@ PretrainLoop::PretrainLoop(const PretrainConfig& config, Bootstrap& bootstrap, R
   if (bootstrap.rank() != 0) logger.set_quiet(true);  // what all ranks find, one says
   run_together(bootstrap, [&] {
     if (config.train.device == TrainDevice::kGpu) device_ = use_gpu(bootstrap.local_rank());
+    if (config.train.dtype == TrainDtype::kFp8) check_fp8_device(device_);
     open_inputs();
   });
   // Each rank may read files of its own.

@@ -101,6 +101,12 @@ TEST_F(EstimateTest, ParametersAreWhatTheStoreHoldsAndSumUpToTheModel) {
   near(whole.gradients, 4 * elements);
   near(whole.optimizer, 8 * elements);
   near(whole.save_copy, 12 * elements);
+  int64_t matrices = 0;  // copies in fp8 both ways round
+  for (const ParameterSpec& spec : all_parameter_specs(*model(one))) {
+    for (const HubTensor& part : spec.parts) matrices += spec.rule == UpdateRule::kMuon ? part.elements() : 0;
+  }
+  near(estimate({"train.dtype=\"fp8\""}).ranks[0].parameters, 6 * elements + 2 * matrices);
+  EXPECT_EQ(estimate({"train.dtype=\"fp8\""}).ranks[0].optimizer, whole.optimizer);
   const std::vector<std::string> meshes[] = {
       {"mesh.pp=2"},
       {"mesh.dp=4"},

@@ -17,10 +17,10 @@ namespace marrow::test {
 
 std::string Setting::model_text() const {
   constexpr const char* balances[] = {"none", "micro", "sequence", "global", "bias"};
-  return fmt::format("{} {}{}{}{}{}", optimizer == OptimizerName::kMuon ? "muon" : "adamw",
+  return fmt::format("{} {}{}{}{}{}{}", optimizer == OptimizerName::kMuon ? "muon" : "adamw",
                      balances[static_cast<size_t>(balance)], tied ? " tied" : "", documents ? " documents" : "",
                      experts.empty() ? "" : fmt::format(" on {}-{}", experts.front(), experts.back()),
-                     family == "qwen3_moe" ? "" : " " + family);
+                     family == "qwen3_moe" ? "" : " " + family, fp8 ? " fp8" : "");
 }
 
 std::string Setting::text() const {
@@ -107,6 +107,7 @@ PretrainConfig run_config(const std::string& root, const std::string& name, cons
   config.train.overlap = setting.overlap;
   if (setting.by_layer) config.mesh.shard = ShardMode::kLayer;
   config.train.recompute = setting.recompute;
+  if (setting.fp8) config.train.dtype = TrainDtype::kFp8;
   config.optimizer.name = setting.optimizer;
   config.optimizer.lr = 2e-3;
   config.optimizer.eps = 1e-3;  // a smaller one turns the first step into a sign, and hides scales

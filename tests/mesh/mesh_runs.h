@@ -19,7 +19,7 @@ struct Setting {
   PipelineSchedule schedule = PipelineSchedule::kDualPipeV;
   Recompute recompute = Recompute::kNone;
   bool tied = false, documents = false, overlap = true, by_layer = false, gpu = false;
-  bool deterministic = false;
+  bool deterministic = false, fp8 = false;
   int64_t micro_batch = 1, steps = 5, seed = 3;
   std::string family = "qwen3_moe";
   std::vector<int64_t> experts = {};  // all tokens go to these; empty: natural routing

@@ -295,7 +295,7 @@ def bad_models():
     refused(marrow("estimate", WORK / "bad.toml"), 2, "1f1b", "tied")
     refused(marrow("plan", WORK / "bad.toml", "--output", WORK / "bad.svg"), 2, "1f1b", "tied")
     check(not (WORK / "bad.svg").exists(), "no plan was drawn")
-    refused(marrow("pretrain", toml("bad", train__dtype="fp8")), 2, "fp8")
+    refused(marrow("pretrain", toml("bad", train__dtype="fp16")), 2, "fp16", "fp8")
     refused(marrow("pretrain", toml("bad", router__balance="bias")), 2, "bias")
     check(not (WORK / "bad/checkpoints").exists(), "nothing was written")
     shutil.copy(WORK / "corpus.bin", WORK / "cut.bin")

@@ -27,6 +27,7 @@ struct ToyOptions {
   at::ScalarType dtype = at::kFloat;
   bool tied = false;
   bool by_layer = false;
+  bool fp8 = false;
   int64_t top_k = 2;
   int64_t layers = 4;
   int64_t seed = 1;
@@ -92,6 +93,7 @@ class ToyModel {
   static ParameterStore::Options storage(const ToyOptions& options) {
     ParameterStore::Options storage;
     storage.by_layer = options.by_layer;
+    storage.fp8 = options.fp8;
     storage.working_dtype = options.dtype;
     return storage;
   }

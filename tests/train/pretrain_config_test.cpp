@@ -126,7 +126,7 @@ TEST_F(ConfigTest, FaultsOfSingleKeysNamePlaceKeyAndFix) {
       {"train.overlap = 1", "the integer 1, not true or false", "true or false"},
       {"train.recompute = \"all\"", "the string \"all\", not \"none\" or \"cheap\" or \"layer\"", "train.recompute"},
       {"train.recompute = true", "the boolean true, not \"none\"", "train.recompute"},
-      {"train.dtype = \"fp8\"", "the string \"fp8\", not", "\"bf16\" or \"fp32\""},
+      {"train.dtype = \"fp16\"", "the string \"fp16\", not", "\"bf16\" or \"fp32\" or \"fp8\""},
       {"train.device = \"cuda\"", "\"cuda\"", "\"cpu\" or \"gpu\""},
       {"train.device = \"gpu\"", "run.toml:6:16: train.device is \"gpu\", but no GPU", "\"cpu\""},
       {"optimizer.beta1 = 1", "the integer 1, not a number from 0 below 1", "optimizer.beta1"},
@@ -288,7 +288,7 @@ TEST_F(ConfigTest, TomlRoundTrip) {
     config.mesh.shard = static_cast<ShardMode>(number(0, 1));
     config.train.steps = number(1000, int64_t{1} << 40);
     config.train.seed = number(0, INT64_MAX);
-    config.train.dtype = static_cast<TrainDtype>(number(0, 1));
+    config.train.dtype = static_cast<TrainDtype>(number(0, 2));
     config.train.recompute = static_cast<Recompute>(number(0, 2));
     config.optimizer.lr = 1.0 + real();
     config.optimizer.min_lr = real();
