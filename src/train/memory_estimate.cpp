@@ -107,7 +107,8 @@ class Estimator {
     const int64_t gone = ep == 1 || dense ? between : std::llround(moved_);  // what S5 has summed
     if (recomputes()) return {hidden_, kept, std::max(kept, kept - gone + work), elements, kept - gone - hidden_};
     const bool cheaply = config_.train.recompute == Recompute::kCheap;
-    const int64_t cheap = cheaply ? tokens_ * each.token_cheap + rows * each.expert_row_cheap : 0;
+    const int64_t in_fp8 = config_.train.dtype == TrainDtype::kFp8 ? hidden_ / 2 : 0;  // of normed, linear keeps this
+    const int64_t cheap = cheaply ? tokens_ * each.token_cheap + rows * each.expert_row_cheap - in_fp8 : 0;
     return {kept - cheap - gone, cheap + gone, cheap + work, elements, cheap};
   }
 

@@ -70,11 +70,12 @@ std::vector<Setting> settings(int64_t world) {
       latent.by_layer = mesh.dp > 1;
       latent.optimizer = mesh.pp > 1 ? OptimizerName::kMuon : OptimizerName::kAdamW;
       list.push_back(latent);
+      // In bf16 other orders of adding change routes; these two meshes have none within a micro-batch.
       Setting rough{mesh};
       rough.fp8 = true;
-      rough.by_layer = mesh.cp > 1;
-      if (mesh.pp > 1) rough.recompute = Recompute::kCheap;
-      list.push_back(rough);
+      rough.by_layer = mesh.dp > 1;
+      rough.recompute = mesh.pp > 1 ? Recompute::kCheap : Recompute::kLayer;
+      if (mesh.cp == 1 && mesh.ep == 1) list.push_back(rough);
     }
     for (const bool documents : {false, true}) {  // recurrent layers, with both where context ranks share sequences
       if (world == 1 || world > 4 || (mesh.cp == 1 && (world > 2 || !documents))) continue;
@@ -140,9 +141,6 @@ class References {
   std::map<std::string, int64_t> seeds_;
 };
 
-// A master's last bit decides now and then over a rounding to bf16, and that over some to E4M3.
-constexpr double kFp8Limit = 1e-2;
-
 int test_all(Bootstrap& bootstrap, const std::string& filter, bool gpu) {
   const bool first = bootstrap.rank() == 0;
   const std::string root = common_folder(bootstrap);
@@ -151,6 +149,7 @@ int test_all(Bootstrap& bootstrap, const std::string& filter, bool gpu) {
   for (Setting setting : settings(bootstrap.size())) {
     setting.gpu = gpu;
     if (setting.text().find(filter) == std::string::npos) continue;
+    if (gpu && setting.fp8) continue;  // too small for fp8 there: it would be bf16
     force_router(setting.experts);
     const std::string reference = references.folder(setting);
     setting.seed = std::stoll(bootstrap.broadcast(first ? std::to_string(references.seed(setting)) : "", 0));
@@ -162,7 +161,7 @@ int test_all(Bootstrap& bootstrap, const std::string& filter, bool gpu) {
     Difference values, parameters;
     compare_metrics(config.log.dir, reference, values);
     compare_parameters(config.log.dir, reference, setting.steps, parameters);
-    const double limit = setting.fp8 ? kFp8Limit : gpu || setting.optimizer == OptimizerName::kMuon ? 1e-4 : 1e-5;
+    const double limit = gpu || setting.optimizer == OptimizerName::kMuon ? 1e-4 : 1e-5;
     const bool good = values.worst <= limit && parameters.worst <= limit;
     failed += good ? 0 : 1;
     fmt::print("{} {}: {:.1e} ({}), parameters {:.1e} ({}), {:.1f} s\n", good ? "ok" : "WRONG", setting.text(),

@@ -17,6 +17,18 @@ WORK = Path(tempfile.mkdtemp())
 STEPS, LAST, LIMIT = 100, 20, 0.005
 
 
+SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 320, "rms_norm_eps": 1e-6,
+         "max_position_embeddings": 256, "initializer_range": 0.05, "num_experts_per_tok": 2, "rope_theta": 10000.0}
+FAMILIES = [  # latent attention, a dense layer and shared experts; biases and experts stored the other way round
+    {"model_type": "deepseek_v3", "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+     "v_head_dim": 12, "intermediate_size": 96, "first_k_dense_replace": 1, "n_routed_experts": 8, "n_group": 4,
+     "n_shared_experts": 1, "topk_group": 2, "topk_method": "noaux_tc", "norm_topk_prob": True,
+     "routed_scaling_factor": 1.5, "moe_intermediate_size": 48},
+    {"model_type": "gpt_oss", "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 8, "intermediate_size": 48,
+     "sliding_window": 10, "attention_bias": True, "layer_types": ["sliding_attention", "full_attention"],
+     "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "truncate": False}}]
+
+
 def check(condition, text):
     if not condition:
         sys.exit(f"FAIL {text}  next: .venv/bin/python tests/oracle/fp8_oracle.py")
@@ -60,6 +72,14 @@ def main():
         check(abs(two[0] / fp8[0] - 1) < 1e-5, f"{name}: first loss {two[0]}, of one process {fp8[0]}")
         spread = max(spread, *(abs(a / b - 1) for a, b in zip(two, fp8)))
         check(spread < 2e-3, f"{name}: losses {two} of one process {fp8[:20]}")
+    for family in FAMILIES:
+        name = family["model_type"]
+        (WORK / f"{name}.json").write_text(json.dumps(SMALL | family))
+        settings = {"model__config": str(WORK / f"{name}.json"), "optimizer__warmup_steps": 1, "steps": 20}
+        exact, rough = losses(f"{name}-fp32", "fp32", **settings), losses(f"{name}-fp8", **settings)
+        apart_here = max(abs(a / b - 1) for a, b in zip(rough, exact))
+        check(rough[0] != exact[0] and apart_here < 2 * LIMIT, f"{name}: losses {rough}, in fp32 {exact}")
+        check(exact[-1] < exact[0] - 0.3, f"{name} learns: {exact}")
     text = marrow("estimate", WORK / "fp8.toml", "--set", "train.device=gpu")
     check("in fp8 from" in text and " in fp8, " in text, text)
     shutil.rmtree(WORK)
