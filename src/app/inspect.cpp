@@ -50,6 +50,9 @@ std::string kind_of(std::string& path) {
   if (path.ends_with(".idx") || path.ends_with(".bin")) path.resize(path.size() - 4);
   if (fs::exists(path + ".idx") || fs::exists(path + ".bin")) return "corpus";
   if (path == "bytes") return "tokenizer";
+  MARROW_CHECK(fs::exists(path), ExitCode::kUsage,
+               Fix("give a corpus prefix, a checkpoint, a Hugging Face folder or a tokenizer.json"),
+               "{} does not exist", path);
   if (is_checkpoint_path(path)) return "checkpoint";
   if (fs::exists(path + "/config.json")) return "hf_dir";
   if (!fs::is_directory(path) || fs::exists(path + "/tokenizer.json")) return "tokenizer";

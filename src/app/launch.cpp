@@ -20,7 +20,8 @@
 namespace marrow {
 namespace {
 
-constexpr double kLeastStart = 20;  // seconds: the programs load, on busy cores
+constexpr double kLeastStart = 20;                // seconds: the programs load, on busy cores
+constexpr std::chrono::seconds kStopInStart{10};  // for a start to end by itself once a stop is asked for
 
 std::vector<std::string> mpirun_command(int64_t processes) {
   std::vector<std::string> words = {"mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"};
@@ -53,7 +54,8 @@ pid_t start_child(const std::vector<std::string>& words, const std::string& laun
   if (child != 0) return child;
   setpgid(0, 0);  // Ctrl-C of the terminal comes through the parent alone
   // A second after a SIGINT or SIGTERM mpirun would kill the ranks, in the middle of a save: as StopSignal has blocked
-  // them, it does not see them, whoever sends them. It starts the ranks with no signal blocked. This one ends it, too:
+  // them, it does not see them, whoever sends them. It starts the ranks with no signal blocked. SIGHUP still ends it,
+  // whoever sends it, and here its parent's death does:
   prctl(PR_SET_PDEATHSIG, SIGHUP);
   if (getppid() != parent) _exit(127);
   sigset_t hangup;
@@ -103,8 +105,12 @@ class ErrorFilter {
   int64_t started() const { return started_; }  // ranks that have come through MPI_Init
 
  private:
-  void line(const std::string& text) {
-    if (text == kStartedLine) return void(++started_);
+  void line(std::string text) {
+    if (text.ends_with(kStartedLine)) {  // after what a library wrote without an end of line, perhaps
+      ++started_;
+      text.resize(text.size() - std::string_view(kStartedLine).size());
+      if (text.empty()) return;
+    }
     const bool rule = text.size() > 60 && text.find_first_not_of("-\n") == std::string::npos;
     if (rule) inside_ = !inside_;
     const bool from_mpirun = rule || inside_ || text.find("] PMIX ERROR:") != std::string::npos ||
@@ -181,15 +187,20 @@ int launch_ranks(int64_t processes, const std::string& run_folder, double start_
   ErrorFilter filter;
   const std::chrono::duration<double> limit(std::max(start_seconds, kLeastStart));
   const auto begin = std::chrono::steady_clock::now();
-  std::optional<std::string> late;  // the start took too long
+  std::optional<std::string> late;                             // the start took too long
+  std::optional<std::chrono::steady_clock::time_point> asked;  // to stop
   const int status = supervise(child, ends[0], stop, filter, [&] {
-    const bool starting = !late && filter.started() < processes;
-    if (starting && std::chrono::steady_clock::now() - begin > limit) late = end_ranks(child, rank_text);
+    const auto now = std::chrono::steady_clock::now();
+    if (stop.requested() && !asked) asked = now;
+    if (late || filter.started() == processes) return;
+    // Who has started waits for the others in MPI_Init, where nobody asks for a stop.
+    if (now - begin > limit || (asked && now - *asked > kStopInStart)) late = end_ranks(child, rank_text);
   });
   close(ends[0]);
   MARROW_CHECK(!late, ExitCode::kDeviceFault,
                Fix("see what stops or holds up these processes; raise log.watchdog_seconds where they are only slow"),
-               "{} of {} ranks have started within {} s{}", filter.started(), processes, limit.count(), *late);
+               "{} of {} ranks have started within {:.0f} s{}", filter.started(), processes,
+               std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count(), *late);
   const int code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
   if (code == 0) return 0;
   const FirstError first = read_first_error(run_folder, launcher);  // not that of another run

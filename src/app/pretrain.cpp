@@ -16,9 +16,10 @@ PretrainConfig read_config(const CommandLine& args) {
 
 int launch(const CommandLine& args, StopSignal& stop) {
   const int64_t processes = args.integer("processes", 1, 4096);
-  MARROW_CHECK(std::filesystem::is_regular_file(args.positional()), ExitCode::kUsage,
-               Fix("write the config to a file: every rank reads it"), "{} cannot be read more than once",
-               args.positional());
+  const auto kind = std::filesystem::status(args.positional()).type();
+  MARROW_CHECK(kind != std::filesystem::file_type::fifo && kind != std::filesystem::file_type::character,
+               ExitCode::kUsage, Fix("write the config to a file: every rank reads it"),
+               "{} cannot be read more than once", args.positional());
   PretrainConfig config = read_config(args);
   const auto model = open_model(Json::read_file(config.model.config, ExitCode::kUsage));
   check_model_fits(config, model->shape(), processes);

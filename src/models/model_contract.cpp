@@ -20,7 +20,12 @@ std::unique_ptr<MoeModel> open_model(const Json& config) {
 }
 
 Json language_model_config(const Json& config) {
-  if (!config.has("text_config")) return config;
+  if (!config.has("text_config")) {
+    if (config.at("model_type").as_string() == "qwen3_5_moe") {
+      config.fail("\"qwen3_5_moe\" has its fields under text_config", Fix("set model_type to \"qwen3_5_moe_text\""));
+    }
+    return config;
+  }
   const Json text = config.at("text_config");
   const std::string family = config.at("model_type").as_string() + "_text", tied = "tie_word_embeddings";
   if (text.string_or("model_type", family) != family) {

@@ -160,8 +160,8 @@ Qwen35MoeConfig read_config(const Json& config) {
   c.key_heads = size_of(config, "linear_num_key_heads");
   c.value_heads = size_of(config, "linear_num_value_heads");
   check_divides(config, "linear_num_value_heads", "linear_num_key_heads");
-  c.key_size = size_of(config, "linear_key_head_dim", 256);
-  c.value_size = size_of(config, "linear_value_head_dim", 256);
+  c.key_size = size_of(config, "linear_key_head_dim", 128);
+  c.value_size = size_of(config, "linear_value_head_dim", 128);
   c.kernel = size_of(config, "linear_conv_kernel_dim", 4);
   c.intermediate = size_of(config, "moe_intermediate_size");
   c.shared_inner = size_of(config, "shared_expert_intermediate_size");

@@ -154,8 +154,8 @@ class MpiBootstrap : public Bootstrap {
     check_mpi(MPI_Comm_dup(MPI_COMM_WORLD, &comm_), "MPI_Comm_dup");
     MPI_Comm_rank(comm_, &rank_);
     MPI_Comm_size(comm_, &size_);
-    find_local_ranks();
     start_seconds_ = start_seconds;
+    find_local_ranks();
   }
   ~MpiBootstrap() override {
     if (std::uncaught_exceptions() == 0) MPI_Finalize();  // else it would wait for the other ranks

@@ -96,13 +96,18 @@ class StoreBootstrap : public Bootstrap {
     try {
       body();
     } catch (const c10::Error& error) {
+      MARROW_CHECK(
+          slot_ == nullptr, ExitCode::kDeviceFault,
+          Fix("see the first error of rank 0, which serves the store; start again: the run goes on from its last "
+              "save"),
+          "rank {} of {} lost the store of rank 0: {}", rank_, size_, error.what_without_backtrace());
       std::string who = "the store of rank 0";
       try {  // where it answers
         std::vector<int64_t> absent;
         for (int64_t r = 0; store_ && r < size_; ++r) {
           if (!store_->check({key(r)})) absent.push_back(r);
         }
-        if (store_) who = fmt::format("rank {}", fmt::join(absent, ", "));
+        if (!absent.empty()) who = fmt::format("rank {}", fmt::join(absent, ", "));
       } catch (const std::exception&) {
       }
       MARROW_THROW(ExitCode::kDeviceFault,

@@ -56,7 +56,9 @@ void remove_timelines(const std::string& folder, int64_t after_step) {
   for (const auto& entry : std::filesystem::directory_iterator(folder)) {
     long long step = 0;
     const std::string name = entry.path().filename().string();
-    if (std::sscanf(name.c_str(), "timeline-%lld-rank-", &step) == 1 && step > after_step) {
+    const bool one = std::sscanf(name.c_str(), "timeline-%lld-rank-", &step) == 1 ||
+                     std::sscanf(name.c_str(), "trace-%lld", &step) == 1;
+    if (one && step > after_step) {
       std::filesystem::remove(entry.path());
     }
   }

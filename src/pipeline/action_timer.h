@@ -36,7 +36,7 @@ class ActionTimer {
 // The file of a rank and step that a traced run writes: {"mesh": "pp 2 x …", "actions": [{"kind": "pair", "forward":
 // [SLOT, MICRO-BATCH], "backward": [SLOT, MICRO-BATCH], "start": SECONDS, "end": SECONDS}, …]}.
 std::string timeline_path(const std::string& folder, int64_t step, int64_t rank);
-void remove_timelines(const std::string& folder, int64_t after_step);  // of any rank: of a run that begins anew there
+void remove_timelines(const std::string& folder, int64_t after_step);  // and traces, of any rank: of a run begun anew
 std::string timeline_json(const std::vector<TimedAction>& actions, const std::string& mesh);
 std::vector<TimedAction> read_timeline(const std::string& path, const std::string& mesh);  // Error: of another mesh
 

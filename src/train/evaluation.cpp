@@ -36,8 +36,8 @@ EvaluationResult evaluate_corpus(Executor& executor, const BatchLoader& loader, 
     if (mesh.p == 0 && mesh.c == 0) targets += std::ranges::count_if(batch.targets, [](int32_t t) { return t >= 0; });
     return to_micro_batch(batch, sizes.mask_documents, mesh, device);
   };
-  // A pipeline is filled anew for each batch: that should take little of it.
-  const int64_t batch = stop == nullptr ? micro_batches : mesh.shape.pp == 1 ? 1 : 4 * mesh.shape.pp;
+  // The device is waited for after each batch, and a pipeline filled anew: that should take little of it.
+  const int64_t batch = stop == nullptr ? micro_batches : std::max<int64_t>(8, 4 * mesh.shape.pp);
   at::Tensor sums = at::zeros({3}, at::TensorOptions().device(device).dtype(at::kDouble));  // loss, targets, stops
   for (int64_t first = 0; first < micro_batches; first += batch) {
     const int64_t count = std::min(batch, micro_batches - first);

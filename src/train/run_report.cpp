@@ -155,13 +155,19 @@ RunSummary write_run_report(const std::string& dir) {
   std::set<std::string> traces;  // read only where they tell of memory: they are large
   if (settings.find("memory_trace = true") != std::string::npos) {
     for (const auto& entry : std::filesystem::directory_iterator(dir)) {
-      if (entry.path().filename().string().starts_with("trace-")) traces.insert(entry.path().string());
+      const std::string name = entry.path().filename().string();
+      if (name.starts_with("trace-") && name.ends_with(".json")) traces.insert(entry.path().string());
     }
   }
   for (const std::string& trace : traces) {
-    body +=
-        fmt::format("<div class=\"card\"><h2>Memory in use (GB), {}</h2>{}</div>\n",
-                    escaped(std::filesystem::path(trace).filename().string()), svg(memory_of(trace), true, 0, "ms"));
+    std::string chart;
+    try {
+      chart = svg(memory_of(trace), true, 0, "ms");
+    } catch (const Error& error) {  // the run is done: a damaged trace must not fail it
+      chart = "<p>" + escaped(error.what()) + "</p>";
+    }
+    body += fmt::format("<div class=\"card\"><h2>Memory in use (GB), {}</h2>{}</div>\n",
+                        escaped(std::filesystem::path(trace).filename().string()), chart);
   }
   body += "</div>\n";
   if (!settings.empty()) {

@@ -53,6 +53,8 @@ TEST_F(ReportTest, DrawsTheMemoryOfATracedStep) {
   // The GPU's three points over 10 ms, the largest at the top of the chart.
   EXPECT_NE(page.find("ms 10<", chart), std::string::npos);
   EXPECT_NE(page.find("points=\"58.0,157.0 258.8,10.0 560.0,108.0 \"", chart), std::string::npos);
+  std::ofstream(dir_ + "/trace-00000002.json") << R"({"traceEvents": [{"name": "[mem)";  // cut off
+  EXPECT_NE(read_text_file(write_run_report(dir_).path).find("<p>" + dir_ + "/trace-00000002.json"), std::string::npos);
 }
 
 TEST_F(ReportTest, OnePageWithEveryChartAndNoOutsideResource) {
