@@ -1,8 +1,9 @@
 """What the oracles of model families share: one model, as transformers saved it, from import to export.
 
-Reads $MARROW. run_case: import, one training step on eight sequences (loss, every parameter's gradient, which the first
-moment holds) and every parameter after it, export that transformers loads whole with the logits of its own step,
-evaluation of both forms, greedy generation with the cache, an export in bf16; a step in bf16, and one after a resume.
+Reads $MARROW and $MARROW_BUILD. run_case: import, logits, one training step on eight sequences (loss, every parameter's
+gradient, which the first moment holds) and every parameter after it, export that transformers loads whole with the
+logits of its own step, evaluation of both forms, greedy generation with the cache, an export in bf16; a step in bf16, and
+one after a resume.
 """
 import json
 import os
@@ -12,12 +13,16 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MARROW = os.environ.get("MARROW", str(ROOT / "build/marrow"))
+BUILD = Path(os.environ.get("MARROW_BUILD", ROOT / "build"))
 SEQ_LEN, SEQUENCES, BETA1, TOKENS = 48, 8, 0.9, 30
+# Standard deviations of random parameters, by the first of these parts that a name has; else 0.08.
+SPREADS = {"norm": 0.1, "A_log": 1.0, "dt_bias": 1.0, "correction_bias": 0.05, "bias": 0.5, "sinks": 0.5, "conv1d": 0.4,
+           "router": 0.3, ".gate.weight": 0.3}
 
 
 def marrow(*words, code=0):
@@ -51,6 +56,30 @@ def relative(ours, theirs):
     return ((ours - theirs).norm() / theirs.norm().clamp_min(1e-30)).item()
 
 
+@torch.no_grad()
+def scatter(model, **spreads):
+    """Parameters far from 0 and from each other: routing has no ties, no gradient is tiny. spreads: before SPREADS."""
+    biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("correction_bias")]
+    for name, parameter in [*model.named_parameters(), *biases]:
+        std = next((std for part, std in (spreads | SPREADS).items() if part in name), 0.08)
+        start = parameter.clone() if "norm" in name else -2.0 if name.endswith("A_log") else 0.0
+        parameter.copy_(start + torch.randn_like(parameter) * std)
+
+
+def make(config, **spreads):
+    """A random model of a config, or of a config.json's fields."""
+    torch.manual_seed(7)
+    config = AutoConfig.for_model(**config) if isinstance(config, dict) else config
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    scatter(model, **spreads)
+    return model.train()
+
+
+def decays(name, parameter):
+    """Weight decay: on matrices of linear layers, experts, embedding and head."""
+    return parameter.ndim > 1 and "bias" not in name and "conv" not in name
+
+
 def load(folder, dtype=torch.float32):
     model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager",
                                                        output_loading_info=True)
@@ -77,8 +106,23 @@ def greedy(model, prompt):
     return ids[len(prompt):]
 
 
-def run_case(name, model, folder, kept, stacked, import_flags=()):
-    """`model`: saved in folder/hub. kept: parts of the names that do not decay. stacked: the Hub's experts are stacks."""
+def logits_problems(model, folder):
+    """Of the import, at each position of a sequence, in marrow: tests/train/logits_test.cpp."""
+    config = model.config.get_text_config()
+    ids = torch.randint(0, config.vocab_size, (min(2 * SEQ_LEN, config.max_position_embeddings),))
+    (folder / "logits").mkdir()
+    (folder / "logits/model").symlink_to(folder / "imported")
+    with torch.no_grad():
+        save_file({"tokens": ids.int(), "positions": torch.arange(len(ids)), "logits": model(ids[None]).logits[0]},
+                  folder / "logits/model.safetensors")
+    done = subprocess.run([BUILD / "test_train", "--gtest_filter=Logits.*"], capture_output=True, text=True,
+                          env=os.environ | {"MARROW_LOGITS": str(folder / "logits")})
+    return [] if done.returncode == 0 else [f"logits of the import differ: {done.stdout[-1500:]}{done.stderr[-500:]}"]
+
+
+def run_case(name, model, folder, import_flags=(), settings=None, routing=None):
+    """`model`: saved in folder/hub. settings: of the run. routing(model): what the oracle knows of the router beside the
+    model: objective() after the forward, what its loss adds; balance, each layer's; step(), its change besides AdamW's."""
     problems = []
 
     def compare(what, ours, theirs, limit):
@@ -93,24 +137,28 @@ def run_case(name, model, folder, kept, stacked, import_flags=()):
     marrow("tokenize", "--tokenizer", "bytes", "--input", text, "--output", folder / "corpus")
     raw = torch.tensor(list(text.read_bytes()) + [256])  # the end-of-document token is the last target
     tokens = torch.stack([raw[i * SEQ_LEN:(i + 1) * SEQ_LEN + 1] for i in range(SEQUENCES)])
+    problems += [f"{name}: {problem}" for problem in logits_problems(model, folder)]
     run = {"model.config": f"{folder}/hub/config.json", "model.init_from": f"{folder}/imported",
            "data.train": [f"{folder}/corpus"], "data.seq_len": SEQ_LEN, "train.steps": 1,
            "train.global_batch": SEQUENCES, "train.micro_batch": 4, "train.dtype": "fp32", "train.device": "cpu",
            "optimizer.lr": 1e-2, "optimizer.schedule": "constant", "optimizer.eps": 1e-3, "optimizer.beta1": BETA1,
-           "optimizer.clip_norm": 0.0, "optimizer.weight_decay": 0.1, "router.balance": "none", "log.dir": f"{folder}/run"}
+           "optimizer.clip_norm": 0.0, "optimizer.weight_decay": 0.1, "router.balance": "none",
+           "log.dir": f"{folder}/run"} | (settings or {})
     (folder / "run.toml").write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in run.items()))
 
     model.zero_grad()
+    routed = routing(model) if routing else None
     loss = F.cross_entropy(model(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten())
-    loss.backward()
-    gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
-    gradients = gradients if stacked else by_expert(gradients.items())
+    (loss + (routed.objective() if routed else 0)).backward()
     marrow("pretrain", folder / "run.toml")
+    last = folder / "run/checkpoints/step-00000001"
+    moments = tensors_of(last, "optimizer*.safetensors")
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+    if any(".experts.0." in key for key in moments):  # the Hub's experts are no stacks
+        gradients = by_expert(gradients.items())
     line = json.loads((folder / "run/metrics.jsonl").read_text().splitlines()[0])
     compare("loss", line["loss"], loss.item(), 1e-5)
     compare("gradient norm", line["grad_norm"], torch.stack([g.norm() for g in gradients.values()]).norm(), 1e-5)
-    last = folder / "run/checkpoints/step-00000001"
-    moments = tensors_of(last, "optimizer*.safetensors")
     worst = 0.0
     for key, gradient in gradients.items():
         if f"{key}.exp_avg" not in moments:
@@ -121,13 +169,16 @@ def run_case(name, model, folder, kept, stacked, import_flags=()):
         worst = max(worst, compare(f"gradient of {key}", moments[f"{key}.exp_avg"] / (1 - BETA1), gradient, 1e-4))
 
     # The step itself: which parameters decay.
-    groups = [{"params": [p for n, p in model.named_parameters() if any(k in n for k in kept) == bare],
-               "weight_decay": 0.0 if bare else 0.1} for bare in (False, True)]
+    groups = [{"params": [p for n, p in model.named_parameters() if decays(n, p) == decayed],
+               "weight_decay": 0.1 if decayed else 0.0} for decayed in (True, False)]
     torch.optim.AdamW(groups, lr=1e-2, betas=(BETA1, 0.95), eps=1e-3).step()
+    if routed:
+        compare("balance loss", line["balance_loss_per_layer"], torch.stack(routed.balance).detach(), 1e-5)
+        routed.step()
     marrow("export", last, "--output", folder / "export")
     exported = load(folder / "export")
-    for key, parameter in exported.named_parameters():
-        compare(f"{key} after the step", parameter.detach(), model.get_parameter(key).detach(), 1e-5)
+    for key, tensor in exported.state_dict().items():
+        compare(f"{key} after the step", tensor, model.state_dict()[key], 1e-5)
     saved = tensors_of(last)
     for key, stored in tensors_of(folder / "export").items():
         if not torch.equal(stored, saved[key]):
@@ -157,6 +208,8 @@ def run_case(name, model, folder, kept, stacked, import_flags=()):
     compare("loss in bf16", lines["rounded"][0]["loss"], loss.item(), 1e-2)
     if [line["loss"] for line in lines["straight"]] != [line["loss"] for line in lines["run"]]:
         problems.append(f"{name}: after a resume the loss is another")
+    straight, resumed = (tensors_of(folder / log / "checkpoints/step-00000002") for log in ("straight", "run"))
+    problems += [f"{name}: {key} differs after a resume" for key in straight if not torch.equal(straight[key], resumed[key])]
     print(f"{name}: {len(gradients)} parameters, worst gradient {worst:.1e}, logits {logits:.1e}, "
           f"{len(ours)} tokens generated", flush=True)
     return problems
