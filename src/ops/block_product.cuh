@@ -101,6 +101,9 @@ struct BlockProduct {
   __device__ void add_rows(const BlockProduct& other, float first, float second) {
     for (int i = 0; i < 4 * kTiles; ++i) sums[i / 4][i % 4] += (i % 4 < 2 ? first : second) * other.sums[i / 4][i % 4];
   }
+  __device__ void multiply_by(const BlockProduct& other) {
+    for (int i = 0; i < 4 * kTiles; ++i) sums[i / 4][i % 4] *= other.sums[i / 4][i % 4];
+  }
   __device__ void scale_rows(float first, float second) {
     for (int i = 0; i < 4 * kTiles; ++i) sums[i / 4][i % 4] *= i % 4 < 2 ? first : second;
   }
@@ -124,6 +127,14 @@ struct BlockProduct {
     for (int half = 0; half < 2; ++half) {
       const float sum = lane_sum<4>(values[half]);
       if (threadIdx.x % 4 == 0) parts[threadIdx.x / 32 % kSplit][row() + half * 8] = sum;
+    }
+  }
+  // parts [M / 16][N]: of the sums of columns, to be added after a barrier.
+  __device__ void write_column_parts(float (*parts)[N]) {
+    for (int i = 0; i < 2 * kTiles; ++i) {
+      float sum = sums[i / 2][i % 2] + sums[i / 2][i % 2 + 2];
+      for (int step = 4; step < 32; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+      if (threadIdx.x % 32 < 4) parts[first_row() / 16][column(i / 2) + i % 2] = sum;
     }
   }
   __device__ static float add_parts(const float (*parts)[M], int row) {

@@ -349,8 +349,32 @@ struct GradientShared {
   alignas(128) T state[P * padded<T>(P)], d_state[P * padded<T>(P)];
   Gates<R> gates;
   float inverse_q[R], inverse_k[R], warp_sums[kProductThreads / 32];
-  float d_sum[BlockProduct<T, R, P>::kSplit][R], d_beta[BlockProduct<T, R, P>::kSplit][R];
+  using Parts = float[128 / R][R];  // of values of rows, by the warps that share these
+  Parts enters, leaves, d_beta, of_pairs;
+  float between[R / 16][R];
 };
+
+// Takes the sums of pairs (row i, column j < i) to those of each row's pairs up to a column, 0 from the diagonal on.
+// of_rows: write_parts of the pairs.
+template <typename T, int R>
+__device__ void accumulate_pairs(BlockProduct<T, R, R>& pairs, const float (*of_rows)[R]) {
+  float before[2] = {};
+  for (int i = 0; i < pairs.first_column() / 8 / pairs.kTiles; ++i) {
+    for (int half = 0; half < 2; ++half) before[half] += of_rows[i][pairs.row() + half * 8];
+  }
+  const int lane = threadIdx.x % 4;
+  pairs.each([&](int r, int c, int half, float(&pair)[2]) {
+    const float own = pair[0] + pair[1];
+    float left = 0;  // never a difference: pairs near the diagonal may be far larger than those before them
+    for (int step = 1; step < 4; ++step) {
+      const float other = __shfl_up_sync(0xffffffffu, own, step);
+      if (lane >= step) left += other;
+    }
+    pair[0] = c < r ? before[half] + left + pair[0] : 0.0f;
+    pair[1] = c + 1 < r ? before[half] + left + own : 0.0f;
+    before[half] += __shfl_sync(0xffffffffu, left + own, threadIdx.x % 32 | 3);
+  });
+}
 
 // Everything that a chunk's state before, gradient of the state after, u and d_u give: a block has a key head and goes
 // over its value heads, as backward_cpu does.
@@ -382,9 +406,11 @@ __global__ __launch_bounds__(kProductThreads) void gradients(const __grid_consta
     s.gates.load(args, chunk);
     wait_for_tiles();
     const float beta[2] = {s.gates.beta[row], s.gates.beta[row + 8]};
-    const float entry[2] = {s.gates.entry[row], s.gates.entry[row + 8]};
-    float d_sum[2] = {}, d_beta[2] = {}, at_end = 0;  // this thread's parts; at_end: of G at the end of the chunk
-    Rows z;                                           // (I + A)⁻ᵀ d_u, the gradient of β (V − e^G K S)
+    // This thread's parts. g_t is in the decay from row j to row i where j < t ≤ i, the state before the chunk being
+    // the first of rows and that after it the last: its gradient is the sum of those pairs' own. (As a sum of rows less
+    // one of columns it would drown in what these have in common, where the decay is strong.)
+    float enters[2] = {}, leaves[2] = {}, of_pairs[2] = {}, d_beta[2] = {};
+    Rows z;  // (I + A)⁻ᵀ d_u, the gradient of β (V − e^G K S)
     z.template add<true, false, R>(s.a, kLdR, s.z, kLd);
     __syncthreads();
     z.store(s.z, kLd);
@@ -397,72 +423,89 @@ __global__ __launch_bounds__(kProductThreads) void gradients(const __grid_consta
     z.scale_rows(beta[0], beta[1]);
     z.store(data<T>(grads.v) + chunk.value_at(args), stride, chunk.rows, args.value_size);
     BlockProduct<T, R, R> scores, a;  // their gradients; that of A without its β
+    BlockProduct<T, R, R> pairs, pairs_of_a;
     scores.template add<false, true, P>(s.dy, kLd, s.u, kLd);
     scores.each([&](int r, int c, int, float(&pair)[2]) {
       for (int j = 0; j < 2; ++j) pair[j] *= s.gates.decay(r, c + j);
     });
     scores.store(s.scores, kLdR);
+    pairs.template add<false, true, P>(s.q, kLd, s.k, kLd);
+    pairs.multiply_by(scores);
     __syncthreads();
     a.template add<false, true, P>(s.z, kLd, s.u, kLd);
     a.each([&](int r, int c, int, float(&pair)[2]) {
       for (int j = 0; j < 2; ++j) pair[j] *= -s.gates.decay(r, c + j, true);
     });
     a.store(s.a, kLdR);
+    pairs_of_a.template add<false, true, P>(s.k, kLd, s.k, kLd);
+    pairs_of_a.multiply_by(a);
+    pairs_of_a.each([&](int, int, int half, const float(&pair)[2]) { d_beta[half] += pair[0] + pair[1]; });
+    pairs.add_rows(pairs_of_a, beta[0], beta[1]);
+    pairs.each([&](int r, int c, int half, float(&pair)[2]) {
+      for (int j = 0; j < 2; ++j) of_pairs[half] += pair[j] = c + j < r ? pair[j] : 0.0f;
+    });
+    pairs.write_parts(of_pairs, s.of_pairs);
     a.scale_rows(beta[0], beta[1]);
     a.store(s.a_beta, kLdR);
     __syncthreads();
+    accumulate_pairs<T, R>(pairs, s.of_pairs);
+    pairs.write_column_parts(s.between);
     Rows query;
     query.template add<false, true, P>(s.dy, kLd, s.state, kLd);
-    query.scale_rows(entry[0], entry[1]);
+    query.scale_rows(s.gates.entry[row], s.gates.entry[row + 8]);
+    query.dot_rows(s.q, kLd, enters);
     query.template add<false, false, R>(s.scores, kLdR, s.k, kLd);
-    query.dot_rows(s.q, kLd, d_sum);
     dq.add_rows(query, 1.0f, 1.0f);
     Rows reader;  // k as a row of A and of e^G K S, without β
     float dots[2] = {};
     reader.template add<false, true, P>(s.z, kLd, s.state, kLd);
-    reader.scale_rows(-entry[0], -entry[1]);
-    reader.template add<false, false, R>(s.a, kLdR, s.k, kLd);
+    reader.scale_rows(-s.gates.entry[row], -s.gates.entry[row + 8]);
     reader.dot_rows(s.k, kLd, dots);
+    reader.template add<false, false, R>(s.a, kLdR, s.k, kLd);
     for (int half = 0; half < 2; ++half) {
       d_beta[half] += dots[half];
-      d_sum[half] += beta[half] * dots[half];
-      dots[half] = 0;
+      enters[half] += beta[half] * dots[half];
     }
+    Rows::write_parts(enters, s.enters);  // at once: the rest is short of registers
+    Rows::write_parts(d_beta, s.d_beta);
     dk.add_rows(reader, beta[0], beta[1]);
     Rows source;  // k as a source of what the state and later rows read
     source.template add<false, true, P>(s.u, kLd, s.d_state, kLd);
     source.scale_rows(s.gates.to_end[row], s.gates.to_end[row + 8]);
-    source.dot_rows(s.k, kLd, dots);
-    at_end = dots[0] + dots[1];
+    source.dot_rows(s.k, kLd, leaves);
+    Rows::write_parts(leaves, s.leaves);
     source.template add<true, false, R>(s.scores, kLdR, s.q, kLd);
     source.template add<true, false, R>(s.a_beta, kLdR, s.k, kLd);
-    dots[0] = dots[1] = 0;
-    source.dot_rows(s.k, kLd, dots);
-    for (int half = 0; half < 2; ++half) d_sum[half] -= dots[half];
     dk.add_rows(source, 1.0f, 1.0f);
-    float both = 0;
+    float passes = 0;
     for (int e = threadIdx.x; e < P * P / 2; e += kProductThreads) {
       float before[2], after[2];
       load_pack<2>(s.state + e / (P / 2) * kLd + e % (P / 2) * 2, before);
       load_pack<2>(s.d_state + e / (P / 2) * kLd + e % (P / 2) * 2, after);
-      both += before[0] * after[0] + before[1] * after[1];
+      passes += before[0] * after[0] + before[1] * after[1];
     }
-    Rows::write_parts(d_sum, s.d_sum);
-    Rows::write_parts(d_beta, s.d_beta);
-    at_end = block_sum(at_end + s.gates.entry[R - 1] * both, s.warp_sums);  // with a barrier
+    passes = s.gates.entry[R - 1] * block_sum(passes, s.warp_sums);  // with a barrier
     if (threadIdx.x >= 32) continue;
-    constexpr int kOwn = R / 32;  // the gradient of g is that of G, summed over this and later rows
-    float own[kOwn], total = 0;
-    for (int j = kOwn - 1; j >= 0; --j) own[j] = total += Rows::add_parts(s.d_sum, threadIdx.x * kOwn + j);
-    float scan = total;
+    constexpr int kOwn = R / 32;
+    const int lane = threadIdx.x;
+    float entered[kOwn], left[kOwn], later = 0, earlier = 0;  // this lane's; below, other lanes'
+    for (int j = kOwn - 1; j >= 0; --j) entered[j] = later += Rows::add_parts(s.enters, lane * kOwn + j);
+    for (int j = 0; j < kOwn; earlier += Rows::add_parts(s.leaves, lane * kOwn + j++)) left[j] = earlier;
+    later = __shfl_down_sync(0xffffffffu, later, 1), earlier = __shfl_up_sync(0xffffffffu, earlier, 1);
+    if (lane == 31) later = 0;
+    if (lane == 0) earlier = 0;
     for (int step = 1; step < 32; step *= 2) {
-      const float after = __shfl_down_sync(0xffffffffu, scan, step);
-      if (threadIdx.x + step < 32) scan += after;
+      const float below = __shfl_down_sync(0xffffffffu, later, step),
+                  above = __shfl_up_sync(0xffffffffu, earlier, step);
+      if (lane + step < 32) later += below;
+      if (lane >= step) earlier += above;
     }
     for (int j = 0; j < kOwn; ++j) {
-      const int r = threadIdx.x * kOwn + j;
+      const int r = lane * kOwn + j;
       if (r >= chunk.rows) continue;
-      data<float>(grads.g)[chunk.gate_at(args, r)] = scan - total + own[j] + at_end;
+      float sum = entered[j] + later + left[j] + earlier + passes;
+      for (int i = 0; i < R / 16 && r > 0; ++i) sum += s.between[i][r - 1];
+      data<float>(grads.g)[chunk.gate_at(args, r)] = sum;
       data<float>(grads.beta)[chunk.gate_at(args, r)] = Rows::add_parts(s.d_beta, r);
     }
   }
@@ -471,7 +514,7 @@ __global__ __launch_bounds__(kProductThreads) void gradients(const __grid_consta
   dq.dot_rows(s.q, kLd, dot_q);
   dk.dot_rows(s.k, kLd, dot_k);
   __syncthreads();
-  Rows::write_parts(dot_q, s.d_sum);
+  Rows::write_parts(dot_q, s.enters);
   Rows::write_parts(dot_k, s.d_beta);
   __syncthreads();
   const int64_t at = (chunk.first * args.key_heads + chunk.key_head) * args.key_size;
@@ -483,7 +526,7 @@ __global__ __launch_bounds__(kProductThreads) void gradients(const __grid_consta
       for (int j = 0; j < 2; ++j) pair[j] = inverse[r] * (length * pair[j] - unit[j] * along);
     });
   };
-  finish(dq, s.q, s.d_sum, s.inverse_q, scale);
+  finish(dq, s.q, s.enters, s.inverse_q, scale);
   finish(dk, s.k, s.d_beta, s.inverse_k, 1.0f);
   dq.store(data<T>(grads.q) + at, args.key_heads * args.key_size, chunk.rows, args.key_size);
   dk.store(data<T>(grads.k) + at, args.key_heads * args.key_size, chunk.rows, args.key_size);

@@ -125,16 +125,19 @@ TEST(GatedDeltaRule, MatchesTheRecurrence) {
 // right.
 TEST(GatedDeltaRule, GradientOfAStrongDecayIsNotRounding) {
   const std::vector<int32_t> starts{0, 150};
-  Leaves x = make_leaves({starts, 2, 4, 16, 24, false}, at::kFloat, at::kCPU);
-  x.g = with_grad(x.g.detach().mul(0.5).sub(9));
-  Leaves reference{reference_leaf(x.q), reference_leaf(x.k),    reference_leaf(x.v),
-                   reference_leaf(x.g), reference_leaf(x.beta), {}};
-  const Tensor d_out = random_tensor(x.v.sizes(), at::kFloat, at::kCPU, 7);
-  run(x, starts).out.backward(d_out);
-  plain(reference, starts).out.backward(d_out.to(at::kDouble));
-  const Tensor want = reference.g.grad();
-  EXPECT_LT(want.norm().item<double>(), 1e-2);
-  EXPECT_LT((x.g.grad() - want).norm().item<double>(), 1e-5 * want.norm().item<double>());
+  for (const at::Device device : test_devices()) {
+    SCOPED_TRACE(device.str());
+    Leaves x = make_leaves({starts, 2, 4, 16, 24, false}, at::kFloat, device);
+    x.g = with_grad(x.g.detach().mul(0.5).sub(9));
+    Leaves reference{reference_leaf(x.q), reference_leaf(x.k),    reference_leaf(x.v),
+                     reference_leaf(x.g), reference_leaf(x.beta), {}};
+    const Tensor d_out = random_tensor(x.v.sizes(), at::kFloat, device, 7);
+    run(x, starts).out.backward(d_out);
+    plain(reference, starts).out.backward(d_out.to(at::kDouble));
+    const Tensor want = reference.g.grad();
+    EXPECT_LT(want.norm().item<double>(), 1e-2);
+    EXPECT_LT((x.g.grad() - want).norm().item<double>(), 1e-5 * want.norm().item<double>());
+  }
 }
 
 Leaves rows_of(const Leaves& x, int64_t from, int64_t to) {
