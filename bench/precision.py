@@ -1,7 +1,6 @@
 """`./dev bench precision`: a lower precision trains like fp32. precision.py [STEPS] [LAST] [DTYPE] [AGAINST]
 
-The quickstart's model on real text (this Python's own sources), 32 sequences a step, AdamW at 5e-4 (at 2e-3 roundings decide when the loss falls: two runs in fp32 are
-1 % apart, too), on this machine's GPU, or on
+The quickstart's model on real text (this Python's own sources), 32 sequences a step, AdamW at 5e-4, on this machine's GPU, or on
 the CPU without one: STEPS (200) steps in each dtype (bf16 against fp32). Fails where the mean losses of the LAST (50) steps
 are more than 0.5 % apart. On a GPU the model is so wide that every product is in fp8 where that is asked for:
 precision.py 500 100 fp8 bf16. $MARROW is the binary.

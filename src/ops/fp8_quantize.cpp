@@ -94,11 +94,11 @@ Fp8Pair quantize_weight(const Tensor& weight) {
   }
   check_gpu("fp8 weight", weight, true);
   const bool experts = weight.dim() == 3;
-  // Rows of a matrix begin at 16 bytes (cuBLAS); of experts the columns are in order, without gaps (CUTLASS).
+  // Of a matrix the rows are in order (cuBLAS), of experts the columns (CUTLASS).
   const auto make = [&](int64_t r, int64_t c) {
     const int64_t down = blocks(r), across = blocks(c);
     const Tensor scale = experts ? floats_like(weight, {weight.size(0), across, down}).transpose(1, 2)
-                                 : floats_like(weight, {down, (across + 3) / 4 * 4}).narrow(1, 0, across);
+                                 : floats_like(weight, {down, across});
     return Fp8Matrix{fp8_like(weight, with_ends(weight, r, c)), scale};
   };
   const int64_t n = weight.size(-2), k = weight.size(-1);
@@ -140,6 +140,8 @@ bool fp8_wins(const Parameter& weight, Fp8Product product, const Tensor& rows, i
       (!experts && rows.size(0) % 16 != 0)) {
     return false;
   }
+  // A weight's scales are rows of blocks along what is summed over: libtorch takes whole 16 bytes, without gaps.
+  if (!experts && product != Fp8Product::kWeightGrad && blocks(rows.size(1)) % 4 != 0) return false;
   const Fp8Bound& least = fp8_bounds()[static_cast<size_t>(product)];
   const int64_t each = rows.size(0) / (experts ? weight.value.size(0) : 1);
   return weight.fp8->at_any_size() || (each >= least.rows && outer >= least.outer);

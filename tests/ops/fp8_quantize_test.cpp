@@ -147,7 +147,7 @@ Parameter in_fp8(const Tensor& value) {
 // values; the same for a constant, whose rounding is always the same.
 TEST(Fp8Linear, ProductsAreNearFp32) {
   for (const at::Device device : test_devices()) {
-    for (const auto& [t, n, k] : {std::tuple<int64_t, int64_t, int64_t>{256, 384, 256}, {144, 272, 400}}) {
+    for (const auto& [t, n, k] : {std::tuple<int64_t, int64_t, int64_t>{256, 512, 512}, {144, 432, 400}}) {
       const auto x_inputs = inputs(t, k, device, 1), w_inputs = inputs(n, k, device, 2),
                  d_inputs = inputs(t, n, device, 3);
       for (size_t i = 0; i < 3; ++i) {
@@ -177,15 +177,15 @@ TEST(Fp8Linear, ProductsAreNearFp32) {
 // What was quantised is multiplied exactly, up to the sum's order.
 TEST(Fp8Linear, MultipliesWhatWasQuantised) {
   for (const at::Device device : test_devices()) {
-    const Tensor x = random_tensor({272, 528}, at::kBFloat16, device, 1),
-                 w = random_tensor({656, 528}, at::kBFloat16, device, 2);
+    const Tensor x = random_tensor({272, 512}, at::kBFloat16, device, 1),
+                 w = random_tensor({1008, 512}, at::kBFloat16, device, 2);
     const Fp8Pair x8 = quantize_rows(x, true, true), w8 = quantize_weight(w);
     const auto plain = [](const Fp8Matrix& a, const Fp8Matrix& b) {
       return dequantize(a).cpu().to(at::kDouble).mm(dequantize(b).cpu().to(at::kDouble).t());
     };
     EXPECT_LE(relative_error(fp8_product(x8.rows, w8.rows, at::kFloat), plain(x8.rows, w8.rows)), 2e-3);
     EXPECT_LE(relative_error(fp8_product(x8.rows, w8.rows, at::kBFloat16), plain(x8.rows, w8.rows)), 3e-3);
-    const Fp8Pair dy8 = quantize_rows(random_tensor({272, 656}, at::kBFloat16, device, 3), true, true);
+    const Fp8Pair dy8 = quantize_rows(random_tensor({272, 1008}, at::kBFloat16, device, 3), true, true);
     EXPECT_LE(relative_error(fp8_product(dy8.rows, w8.transposed, at::kFloat), plain(dy8.rows, w8.transposed)), 2e-3);
     EXPECT_LE(
         relative_error(fp8_product(dy8.transposed, x8.transposed, at::kFloat), plain(dy8.transposed, x8.transposed)),
@@ -221,10 +221,10 @@ TEST(Fp8Linear, BiasFrozenWeightInferenceAndNoTokens) {
 
 TEST(Fp8Linear, NanReachesWhatItMustAndAnOutlierHarmsItsRowAlone) {
   for (const at::Device device : test_devices()) {
-    const Tensor clean = random_tensor({32, 256}, at::kBFloat16, device, 1);
+    const Tensor clean = random_tensor({32, 512}, at::kBFloat16, device, 1);
     const Tensor dy = random_tensor({32, 128}, at::kBFloat16, device, 3);
     const auto run = [&](double value) {
-      const Parameter weight = in_fp8(random_tensor({128, 256}, at::kBFloat16, device, 2));
+      const Parameter weight = in_fp8(random_tensor({128, 512}, at::kBFloat16, device, 2));
       const Tensor x = with_grad(clean);
       x.detach()[7][9] = value;
       WeightGradQueue queue;
