@@ -66,9 +66,9 @@ def scatter(model, **spreads):
         parameter.copy_(start + torch.randn_like(parameter) * std)
 
 
-def make(config, **spreads):
+def make(config, seed=7, **spreads):
     """A random model of a config, or of a config.json's fields."""
-    torch.manual_seed(7)
+    torch.manual_seed(seed)
     config = AutoConfig.for_model(**config) if isinstance(config, dict) else config
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     scatter(model, **spreads)
@@ -83,8 +83,8 @@ def decays(name, parameter):
 def load(folder, dtype=torch.float32):
     model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager",
                                                        output_loading_info=True)
-    faults = {key: value for key, value in info.items() if value}
-    assert not faults, faults
+    faults = [f"{len(names)} {key}, such as {sorted(map(str, names))[:3]}" for key, names in info.items() if names]
+    assert not faults, f"transformers loads {folder} with {'; '.join(faults)}"
     return model.eval()
 
 

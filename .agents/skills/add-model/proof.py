@@ -13,7 +13,7 @@ from transformers.utils import logging
 from family_cases import SEQ_LEN, load, make, run_case
 
 
-def prove(folder, work, spreads, flags):
+def prove(folder, work, seed, spreads, flags):
     config = AutoConfig.from_pretrained(folder)
     text = config.get_text_config()
     if text.vocab_size < 257 or text.max_position_embeddings < 2 * SEQ_LEN:
@@ -25,7 +25,7 @@ def prove(folder, work, spreads, flags):
         (work / "hub").symlink_to(folder)
         model = load(folder).train()
     else:
-        model = make(config, **spreads)
+        model = make(config, seed, **spreads)
         model.save_pretrained(work / "hub")
     return run_case(folder.name, model, work, flags)
 
@@ -36,6 +36,7 @@ def main():
     parser.add_argument("--reference", help="a Python file that registers a model which transformers lacks")
     parser.add_argument("--spread", action="append", default=[], metavar="PART=STD",
                         help="standard deviation of random parameters that have PART in their name")
+    parser.add_argument("--seed", type=int, default=7, help="of random parameters")
     parser.add_argument("--text-only", action="store_true", help="import leaves out what is not the language model's")
     given = parser.parse_args()
     if given.reference:
@@ -45,7 +46,8 @@ def main():
     problems = []
     for folder in map(Path.resolve, given.folders):
         try:
-            problems += prove(folder, ROOT / "runs/proof" / folder.name, spreads, ["--text-only"] * given.text_only)
+            problems += prove(folder, ROOT / "runs/proof" / folder.name, given.seed, spreads,
+                              ["--text-only"] * given.text_only)
         except (SystemExit, OSError, ValueError, KeyError, AssertionError) as fault:
             problems.append(f"{folder.name}: {fault}")
     print("\n".join(problems[:20]))
