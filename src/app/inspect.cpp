@@ -50,7 +50,8 @@ std::string kind_of(std::string& path) {
   if (path.ends_with(".idx") || path.ends_with(".bin")) path.resize(path.size() - 4);
   if (fs::exists(path + ".idx") || fs::exists(path + ".bin")) return "corpus";
   if (path == "bytes") return "tokenizer";
-  MARROW_CHECK(fs::exists(path), ExitCode::kUsage,
+  const bool step = fs::path(path).filename().string().starts_with("step-");  // a missing one names the newest below
+  MARROW_CHECK(step || fs::exists(path), ExitCode::kUsage,
                Fix("give a corpus prefix, a checkpoint, a Hugging Face folder or a tokenizer.json"),
                "{} does not exist", path);
   if (is_checkpoint_path(path)) return "checkpoint";

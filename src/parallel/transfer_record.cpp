@@ -21,6 +21,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr size_t kSlots = 32;
 constexpr auto kTick = std::chrono::milliseconds(250);
+constexpr double kTimeOfMpirun = 1;  // seconds in which mpirun, which knows the signal, ends all after a death
 
 template <size_t size>
 void copy_text(char (&into)[size], std::string_view text) {
@@ -210,6 +211,7 @@ void RunRecords::follow_first_error() const {
 void RunRecords::watch() {
   std::vector<Watched> watched(kSlots);
   Clock::time_point last = Clock::now();
+  double dead_seconds = 0;
   std::unique_lock guard(mutex_);
   while (!wake_.wait_for(guard, kTick, [&] { return stop_; })) {
     const Clock::time_point now = Clock::now();
@@ -230,7 +232,9 @@ void RunRecords::watch() {
     } catch (const std::exception& error) {
       fail(Error(ExitCode::kDeviceFault, error.what(), Fix("run marrow doctor"), __FILE__, __LINE__));
     }
-    find_dead();
+    const RankFile* dead = find_dead();
+    dead_seconds = dead == nullptr ? 0 : dead_seconds + seconds;
+    if (dead_seconds >= kTimeOfMpirun) fail_for_dead(*dead);
     find_stuck(watched, seconds);
   }
 }
@@ -251,17 +255,21 @@ void RunRecords::find_stuck(std::vector<Watched>& watched, double seconds) const
   }
 }
 
-void RunRecords::find_dead() const {
+const RunRecords::RankFile* RunRecords::find_dead() const {
   for (const MappedFile& mapped : files_) {
     const RankFile& peer = file(mapped);
-    if (peer.left || peer.host != host_ || process_state(peer.pid) != 'X' || peer.left) continue;
-    end(Error(ExitCode::kDeviceFault,
-              fmt::format("{} (process {}) is dead, without an error of its own\n{}", peer.who, peer.pid, table()),
-              Fix("see dmesg: the kernel kills processes when memory runs out, and logs crashes; a crash is a "
-                  "defect of marrow"),
-              __FILE__, __LINE__),
-        /*vanished=*/true);
+    if (!peer.left && peer.host == host_ && process_state(peer.pid) == 'X' && !peer.left) return &peer;
   }
+  return nullptr;
+}
+
+void RunRecords::fail_for_dead(const RankFile& peer) const {
+  end(Error(ExitCode::kDeviceFault,
+            fmt::format("{} (process {}) is dead, without an error of its own\n{}", peer.who, peer.pid, table()),
+            Fix("see dmesg: the kernel kills processes when memory runs out, and logs crashes; a crash is a "
+                "defect of marrow"),
+            __FILE__, __LINE__),
+      /*vanished=*/true);
 }
 
 FirstError read_first_error(const std::string& run_folder, std::string_view launcher) {

@@ -84,7 +84,8 @@ class RunRecords {
   [[noreturn]] void follow_first_error() const;
   void watch();
   void find_stuck(std::vector<Watched>& watched, double seconds) const;
-  void find_dead() const;
+  const RankFile* find_dead() const;  // a rank of this host, without a word; or none
+  [[noreturn]] void fail_for_dead(const RankFile& peer) const;
 
   bool json_;
   double timeout_ = 0;
