@@ -50,15 +50,12 @@ std::string kind_of(std::string& path) {
   if (path.ends_with(".idx") || path.ends_with(".bin")) path.resize(path.size() - 4);
   if (fs::exists(path + ".idx") || fs::exists(path + ".bin")) return "corpus";
   if (path == "bytes") return "tokenizer";
-  const bool step = fs::path(path).filename().string().starts_with("step-");  // a missing one names the newest below
-  MARROW_CHECK(step || fs::exists(path), ExitCode::kUsage,
-               Fix("give a corpus prefix, a checkpoint, a Hugging Face folder or a tokenizer.json"),
-               "{} does not exist", path);
-  if (is_checkpoint_path(path)) return "checkpoint";
+  constexpr std::string_view kWanted = "a corpus prefix, a checkpoint, a Hugging Face folder or a tokenizer.json";
+  if (is_checkpoint_path(path, kWanted)) return "checkpoint";
   if (fs::exists(path + "/config.json")) return "hf_dir";
   if (!fs::is_directory(path) || fs::exists(path + "/tokenizer.json")) return "tokenizer";
-  MARROW_THROW(ExitCode::kUsage, Fix("give a corpus prefix, a checkpoint, a Hugging Face folder or a tokenizer.json"),
-               "{} holds no checkpoint, config.json or tokenizer.json", path);
+  MARROW_THROW(ExitCode::kUsage, Fix("give {}", kWanted), "{} holds no checkpoint, config.json or tokenizer.json",
+               path);
 }
 
 int run_inspect(const CommandLine& args) {

@@ -2,6 +2,8 @@
 
 #include <set>
 
+#include "models/config_fields.h"
+#include "models/family_specs.h"
 #include "models/key_value_cache.h"
 #include "ops/grouped_linear.h"
 #include "ops/linear.h"
@@ -42,8 +44,6 @@ bool is_v3(const Json& config) { return config.at("model_type").as_string() == "
              Fix(fmt::format("set it to {}", supported)));
 }
 
-bool given(const Json& config, const char* key) { return config.has(key) && !config.at(key).is_null(); }
-
 void refuse_unsupported(const Json& config) {
   const auto must_be = [&](const char* key, const std::string& supported) {
     if (given(config, key) && config.at(key).dump() != supported) refuse(config.at(key), supported);
@@ -66,22 +66,11 @@ void refuse_unsupported(const Json& config) {
   }
 }
 
-void within(const Json& config, const char* key, double value, double low, double high) {
-  if (value >= low && value <= high) return;
-  config.fail(fmt::format("{} = {} is not between {} and {}", key, value, low, high),
-              Fix(fmt::format("set {} as the published models do", key)));
-}
-
-int64_t size_of(const Json& config, const char* key, double lowest = 1, double highest = 1 << 24) {
-  within(config, key, config.at(key).as_double(), lowest, highest);
-  return config.at(key).as_int();
-}
-
 RouterOptions read_routing(const Json& config, int64_t experts) {
   RouterOptions routing;
   routing.top_k = size_of(config, "num_experts_per_tok");
   routing.scale = config.at("routed_scaling_factor").as_double();
-  within(config, "routed_scaling_factor", routing.scale, 1e-6, 1e6);
+  check_within(config, "routed_scaling_factor", routing.scale, 1e-6, 1e6);
   routing.sigmoid = is_v3(config);
   routing.normalize = is_v3(config) && config.at("norm_topk_prob").as_bool();
   const std::string method = is_v3(config) ? "noaux_tc" : config.at("topk_method").as_string();
@@ -89,7 +78,7 @@ RouterOptions read_routing(const Json& config, int64_t experts) {
     if (method != "group_limited_greedy" && !is_v3(config)) {
       refuse(config.at("topk_method"), "\"greedy\" or \"group_limited_greedy\"");
     }
-    routing.expert_groups = size_of(config, "n_group", 1, 32);
+    routing.expert_groups = size_of(config, "n_group", 32);
     routing.top_groups = size_of(config, "topk_group");
   }
   const int64_t groups = routing.expert_groups;
@@ -105,21 +94,21 @@ RouterOptions read_routing(const Json& config, int64_t experts) {
 DeepseekConfig read_config(const Json& config) {
   refuse_unsupported(config);
   DeepseekConfig c;
-  c.shape.layers = size_of(config, "num_hidden_layers", 1, 1000);
-  c.shape.dense_layers = size_of(config, "first_k_dense_replace", 0);
+  c.shape.layers = size_of(config, "num_hidden_layers", 1000);
+  c.shape.dense_layers = size_of(config, "first_k_dense_replace", 1 << 24, 0);
   if (c.shape.moe_layers() < 1) {
     refuse(config.at("first_k_dense_replace"), fmt::format("less than num_hidden_layers = {}", c.shape.layers));
   }
   c.shape.hidden = size_of(config, "hidden_size");
   c.shape.vocab = size_of(config, "vocab_size");
   c.shape.max_position = size_of(config, "max_position_embeddings");
-  c.shape.experts = size_of(config, "n_routed_experts", 1, 1e5);
+  c.shape.experts = size_of(config, "n_routed_experts", 1e5);
   c.shape.rms_norm_eps = config.at("rms_norm_eps").as_double();
-  within(config, "rms_norm_eps", c.shape.rms_norm_eps, 1e-12, 0.1);
+  check_within(config, "rms_norm_eps", c.shape.rms_norm_eps, 1e-12, 0.1);
   c.shape.initializer_range = config.double_or("initializer_range", 0.02);
-  within(config, "initializer_range", c.shape.initializer_range, 1e-9, 10);
+  check_within(config, "initializer_range", c.shape.initializer_range, 1e-9, 10);
   c.shape.router_aux_loss_coef = config.double_or("router_aux_loss_coef", config.double_or("aux_loss_alpha", 1e-3));
-  within(config, "aux_loss_alpha", c.shape.router_aux_loss_coef, 0, 1e3);
+  check_within(config, "aux_loss_alpha", c.shape.router_aux_loss_coef, 0, 1e3);
   c.shape.tied_embeddings = config.bool_or("tie_word_embeddings", false);
   c.routing = read_routing(config, c.shape.experts);
   c.shape.top_k = c.routing.top_k;
@@ -337,44 +326,16 @@ class DeepseekV2 final : public MoeModel {
 
  private:
   ParameterSpec matrix(std::string name, std::vector<int64_t> shape, std::string hub_name) const {
-    ParameterSpec spec;
-    spec.parts = {{std::move(hub_name), shape}};
-    spec.name = std::move(name);
-    spec.shape = std::move(shape);
-    spec.init_value = static_cast<float>(config_.shape.initializer_range);
-    return spec;
+    return matrix_spec(std::move(name), std::move(shape), std::move(hub_name), config_.shape.initializer_range);
   }
 
-  // gate_up and down of one MLP, or stacked of the experts whose Hub names begin with `hubs`.
   void add_mlp(std::vector<ParameterSpec>& specs, const std::string& own, const std::vector<std::string>& hubs,
                int64_t inner, bool expert) const {
-    const int64_t hidden = config_.shape.hidden;
-    ParameterSpec gate_up = matrix(own + "gate_up", {2 * inner, hidden}, "");
-    ParameterSpec down = matrix(own + "down", {hidden, inner}, "");
-    gate_up.parts.clear();
-    down.parts.clear();
-    for (const std::string& hub : hubs) {
-      gate_up.parts.push_back({hub + "gate_proj.weight", {inner, hidden}});
-      gate_up.parts.push_back({hub + "up_proj.weight", {inner, hidden}});
-      down.parts.push_back({hub + "down_proj.weight", {hidden, inner}});
-    }
-    for (ParameterSpec* spec : {&gate_up, &down}) {
-      spec->expert = expert;
-      if (expert) spec->shape.insert(spec->shape.begin(), static_cast<int64_t>(hubs.size()));
-      specs.push_back(std::move(*spec));
-    }
+    add_mlp_specs(specs, own, hubs, config_.shape.hidden, inner, expert, config_.shape.initializer_range);
   }
 
   static ParameterSpec norm(std::string name, int64_t size, std::string hub_name) {
-    ParameterSpec spec;
-    spec.name = std::move(name);
-    spec.shape = {size};
-    spec.parts = {{std::move(hub_name), {size}}};
-    spec.rule = UpdateRule::kAdamW;
-    spec.decay = false;
-    spec.init = InitKind::kConstant;
-    spec.init_value = 1.0f;
-    return spec;
+    return constant_spec(std::move(name), {size}, std::move(hub_name), 1);
   }
 
   DeepseekConfig config_;
@@ -402,7 +363,7 @@ double read_rope_theta(const Json& config, const std::optional<Json>& rope) {
   if (config.has("rope_theta") && config.at("rope_theta").as_double() != theta) {
     refuse(config.at("rope_theta"), rope->at("rope_theta").dump() + ", as in rope_parameters");
   }
-  within(config, "rope_theta", theta, 1 + 1e-9, 1e12);
+  check_within(config, "rope_theta", theta, 1 + 1e-9, 1e12);
   return theta;
 }
 
@@ -428,11 +389,11 @@ DeepseekRope read_deepseek_rope(const Json& config) {
   if (type == "default") return rope;
   const double factor = scaling->at("factor").as_double();
   const double length = scaling->at("original_max_position_embeddings").as_double();
-  within(*scaling, "factor", factor, 1, 1e6);
-  within(*scaling, "original_max_position_embeddings", length, 1, 1 << 30);
+  check_within(*scaling, "factor", factor, 1, 1e6);
+  check_within(*scaling, "original_max_position_embeddings", length, 1, 1 << 30);
   YarnScaling yarn{factor, length, scaling->double_or("beta_fast", 32), scaling->double_or("beta_slow", 1)};
-  within(*scaling, "beta_fast", yarn.beta_fast, 1e-6, 1e6);
-  within(*scaling, "beta_slow", yarn.beta_slow, 1e-6, 1e6);
+  check_within(*scaling, "beta_fast", yarn.beta_fast, 1e-6, 1e6);
+  check_within(*scaling, "beta_slow", yarn.beta_slow, 1e-6, 1e6);
   rope.frequencies = yarn_inverse_frequencies(theta, size, yarn);
   const double mscale = scaling->double_or("mscale", 0), all_dim = scaling->double_or("mscale_all_dim", 0);
   const auto m = [&](double x) { return 0.1 * x * std::log(factor) + 1; };

@@ -1,5 +1,6 @@
 #include "models/gpt_oss.h"
 
+#include "models/family_specs.h"
 #include "models/key_value_cache.h"
 #include "ops/expert_bias.h"
 #include "ops/grouped_linear.h"
@@ -296,7 +297,7 @@ class GptOss final : public MoeModel {
     std::vector<ParameterSpec> specs;
     const auto add = [&](ParameterSpec spec) -> ParameterSpec& { return specs.emplace_back(std::move(spec)); };
 
-    add(vector(own + "input_norm", {hidden}, hub + "input_layernorm.weight", 1));
+    add(constant_spec(own + "input_norm", {hidden}, hub + "input_layernorm.weight", 1));
     add(matrix(own + "qkv", {q_rows + 2 * kv_rows, hidden}, "")).parts = {
         {attention + "q_proj.weight", {q_rows, hidden}},
         {attention + "k_proj.weight", {kv_rows, hidden}},
@@ -304,12 +305,13 @@ class GptOss final : public MoeModel {
     add(random_vector(own + "sinks", config_.heads, attention + "sinks"));
     add(matrix(own + "output", {hidden, q_rows}, attention + "o_proj.weight"));
     if (config_.attention_bias) {
-      add(vector(own + "qkv_bias", {q_rows + 2 * kv_rows}, "", 0)).parts = {{attention + "q_proj.bias", {q_rows}},
-                                                                            {attention + "k_proj.bias", {kv_rows}},
-                                                                            {attention + "v_proj.bias", {kv_rows}}};
-      add(vector(own + "output_bias", {hidden}, attention + "o_proj.bias", 0));
+      add(constant_spec(own + "qkv_bias", {q_rows + 2 * kv_rows}, "", 0)).parts = {
+          {attention + "q_proj.bias", {q_rows}},
+          {attention + "k_proj.bias", {kv_rows}},
+          {attention + "v_proj.bias", {kv_rows}}};
+      add(constant_spec(own + "output_bias", {hidden}, attention + "o_proj.bias", 0));
     }
-    add(vector(own + "post_norm", {hidden}, hub + "post_attention_layernorm.weight", 1));
+    add(constant_spec(own + "post_norm", {hidden}, hub + "post_attention_layernorm.weight", 1));
     add(matrix(own + "router", {experts, hidden}, mlp + "router.weight")).rule = UpdateRule::kAdamW;
     add(random_vector(own + "router_bias", experts, mlp + "router.bias"));
 
@@ -318,16 +320,17 @@ class GptOss final : public MoeModel {
     gate_up.matrices_per_part = experts;
     gate_up.interleaved = 2;
     gate_up.expert = true;
-    add(vector(own + "experts.gate_up_bias", {experts, 2 * inner}, mlp + "experts.gate_up_proj_bias", 0)).expert = true;
+    add(constant_spec(own + "experts.gate_up_bias", {experts, 2 * inner}, mlp + "experts.gate_up_proj_bias", 0))
+        .expert = true;
     ParameterSpec& down = add(matrix(own + "experts.down", {experts, inner, hidden}, mlp + "experts.down_proj"));
     down.matrices_per_part = experts;
     down.expert = true;
-    add(vector(own + "experts.down_bias", {experts, hidden}, mlp + "experts.down_proj_bias", 0)).expert = true;
+    add(constant_spec(own + "experts.down_bias", {experts, hidden}, mlp + "experts.down_proj_bias", 0)).expert = true;
     return specs;
   }
 
   std::vector<ParameterSpec> head_specs() const override {
-    std::vector<ParameterSpec> specs = {vector("final_norm", {config_.shape.hidden}, "model.norm.weight", 1)};
+    std::vector<ParameterSpec> specs = {constant_spec("final_norm", {config_.shape.hidden}, "model.norm.weight", 1)};
     if (config_.shape.tied_embeddings) return specs;
     specs.push_back(matrix("head", {config_.shape.vocab, config_.shape.hidden}, "lm_head.weight"));
     specs.back().rule = UpdateRule::kAdamW;
@@ -381,29 +384,11 @@ class GptOss final : public MoeModel {
 
  private:
   ParameterSpec matrix(std::string name, std::vector<int64_t> shape, std::string hub_name) const {
-    ParameterSpec spec;
-    spec.parts = {{std::move(hub_name), shape}};
-    spec.name = std::move(name);
-    spec.shape = std::move(shape);
-    spec.init_value = static_cast<float>(config_.shape.initializer_range);
-    return spec;
-  }
-
-  // What weight decay and Muon leave alone: norms, biases, sinks.
-  static ParameterSpec vector(std::string name, std::vector<int64_t> shape, std::string hub_name, float value) {
-    ParameterSpec spec;
-    spec.parts = {{std::move(hub_name), shape}};
-    spec.name = std::move(name);
-    spec.shape = std::move(shape);
-    spec.rule = UpdateRule::kAdamW;
-    spec.decay = false;
-    spec.init = InitKind::kConstant;
-    spec.init_value = value;
-    return spec;
+    return matrix_spec(std::move(name), std::move(shape), std::move(hub_name), config_.shape.initializer_range);
   }
 
   ParameterSpec random_vector(std::string name, int64_t size, std::string hub_name) const {
-    ParameterSpec spec = vector(std::move(name), {size}, std::move(hub_name), 0);
+    ParameterSpec spec = constant_spec(std::move(name), {size}, std::move(hub_name), 0);
     spec.init = InitKind::kNormal;
     spec.init_value = static_cast<float>(config_.shape.initializer_range);
     return spec;

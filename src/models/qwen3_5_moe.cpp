@@ -1,5 +1,7 @@
 #include "models/qwen3_5_moe.h"
 
+#include "models/config_fields.h"
+#include "models/family_specs.h"
 #include "models/key_value_cache.h"
 #include "ops/gated_rms_norm.h"
 #include "ops/grouped_linear.h"
@@ -43,8 +45,6 @@ struct Qwen35MoeConfig {
              Fix(fmt::format("set it to {}", supported)));
 }
 
-bool given(const Json& config, const char* key) { return config.has(key) && !config.at(key).is_null(); }
-
 void refuse_unsupported(const Json& config) {
   const auto must_be = [&](const char* key, const char* supported) {
     if (given(config, key) && config.at(key).dump() != supported) refuse(config.at(key), supported);
@@ -61,17 +61,6 @@ void refuse_unsupported(const Json& config) {
   if (given(config, "quantization_config")) {
     config.at("quantization_config").fail("quantised weights are not supported", Fix("convert the model to bf16"));
   }
-}
-
-void within(const Json& config, const char* key, double value, double low, double high) {
-  if (value >= low && value <= high) return;
-  config.fail(fmt::format("{} = {} is not between {} and {}", key, value, low, high),
-              Fix(fmt::format("set {} as the published models do", key)));
-}
-
-int64_t size_of(const Json& config, const char* key, double highest = 1 << 24) {
-  within(config, key, config.at(key).as_double(), 1, highest);
-  return config.at(key).as_int();
 }
 
 // A number of rope_parameters, or of old one of the config itself.
@@ -92,13 +81,13 @@ void read_rope(const Json& config, Qwen35MoeConfig& c) {
     }
   }
   c.rope_theta = rope_number(config, "rope_theta");
-  within(config, "rope_theta", c.rope_theta, 1 + 1e-9, 1e12);
+  check_within(config, "rope_theta", c.rope_theta, 1 + 1e-9, 1e12);
   if (config.double_or("rope_theta", c.rope_theta) != c.rope_theta) {
     refuse(config.at("rope_theta"), json_text(c.rope_theta) + ", as in rope_parameters");
   }
   // transformers writes 0.25 outside of rope_parameters, whatever stands in there.
   const double share = rope_number(config, "partial_rotary_factor");
-  within(config, "partial_rotary_factor", share, 0, 1);
+  check_within(config, "partial_rotary_factor", share, 0, 1);
   c.rotary_size = static_cast<int64_t>(static_cast<double>(c.head_size) * share);
   if (c.rotary_size < 2 || c.rotary_size % 2 != 0) {
     config.fail(fmt::format("partial_rotary_factor {} turns {} of the {} elements of a head; RoPE turns pairs", share,
@@ -127,12 +116,6 @@ std::vector<bool> read_layer_types(const Json& config, int64_t layers) {
   return full;
 }
 
-void check_divides(const Json& config, const char* key, const char* by) {
-  if (config.at(key).as_int() % config.at(by).as_int() == 0) return;
-  config.at(by).fail(fmt::format("{} does not divide {} = {}", config.at(by).dump(), key, config.at(key).dump()),
-                     Fix(fmt::format("set {} to a divisor of {}", by, key)));
-}
-
 Qwen35MoeConfig read_config(const Json& config) {
   refuse_unsupported(config);
   Qwen35MoeConfig c;
@@ -147,11 +130,11 @@ Qwen35MoeConfig read_config(const Json& config) {
   }
   c.shape.top_k = size_of(config, "num_experts_per_tok", static_cast<double>(c.shape.experts));
   c.shape.rms_norm_eps = config.at("rms_norm_eps").as_double();
-  within(config, "rms_norm_eps", c.shape.rms_norm_eps, 1e-12, 0.1);
+  check_within(config, "rms_norm_eps", c.shape.rms_norm_eps, 1e-12, 0.1);
   c.shape.initializer_range = config.double_or("initializer_range", 0.02);
-  within(config, "initializer_range", c.shape.initializer_range, 1e-9, 10);
+  check_within(config, "initializer_range", c.shape.initializer_range, 1e-9, 10);
   c.shape.router_aux_loss_coef = config.double_or("router_aux_loss_coef", 1e-3);
-  within(config, "router_aux_loss_coef", c.shape.router_aux_loss_coef, 0, 1e3);
+  check_within(config, "router_aux_loss_coef", c.shape.router_aux_loss_coef, 0, 1e3);
   c.shape.tied_embeddings = config.bool_or("tie_word_embeddings", false);
   c.heads = size_of(config, "num_attention_heads");
   c.kv_heads = size_of(config, "num_key_value_heads");
@@ -333,7 +316,7 @@ class Qwen35Moe final : public MoeModel {
     const Qwen35MoeConfig& c = config_;
     const int64_t hidden = c.shape.hidden;
     const std::string own = own_prefix(layer), hub = fmt::format("model.layers.{}.", layer), mlp = hub + "mlp.";
-    std::vector<ParameterSpec> specs{vector(own + "input_norm", {hidden}, hub + "input_layernorm.weight", 0)};
+    std::vector<ParameterSpec> specs{constant_spec(own + "input_norm", {hidden}, hub + "input_layernorm.weight", 0)};
     const auto add = [&](ParameterSpec spec) -> ParameterSpec& { return specs.emplace_back(std::move(spec)); };
 
     if (c.full_attention[layer]) {
@@ -343,8 +326,8 @@ class Qwen35Moe final : public MoeModel {
           {attention + "q_proj.weight", {2 * q_rows, hidden}},
           {attention + "k_proj.weight", {kv_rows, hidden}},
           {attention + "v_proj.weight", {kv_rows, hidden}}};
-      add(vector(own + "q_norm", {c.head_size}, attention + "q_norm.weight", 0));
-      add(vector(own + "k_norm", {c.head_size}, attention + "k_norm.weight", 0));
+      add(constant_spec(own + "q_norm", {c.head_size}, attention + "q_norm.weight", 0));
+      add(constant_spec(own + "k_norm", {c.head_size}, attention + "k_norm.weight", 0));
       add(matrix(own + "output", {hidden, q_rows}, attention + "o_proj.weight"));
     } else {
       const std::string attention = hub + "linear_attn.";
@@ -357,12 +340,12 @@ class Qwen35Moe final : public MoeModel {
       convolution.parts = {{attention + "conv1d.weight", {c.channels(), 1, c.kernel}}};
       convolution.rule = UpdateRule::kAdamW;
       convolution.decay = false;
-      add(vector(own + "a_log", {c.value_heads}, attention + "A_log", 16)).init = InitKind::kLogUniform;
-      add(vector(own + "dt_bias", {c.value_heads}, attention + "dt_bias", 1));
-      add(vector(own + "value_norm", {c.value_size}, attention + "norm.weight", 1));
+      add(constant_spec(own + "a_log", {c.value_heads}, attention + "A_log", 16)).init = InitKind::kLogUniform;
+      add(constant_spec(own + "dt_bias", {c.value_heads}, attention + "dt_bias", 1));
+      add(constant_spec(own + "value_norm", {c.value_size}, attention + "norm.weight", 1));
       add(matrix(own + "output", {hidden, c.values()}, attention + "out_proj.weight"));
     }
-    add(vector(own + "post_norm", {hidden}, hub + "post_attention_layernorm.weight", 0));
+    add(constant_spec(own + "post_norm", {hidden}, hub + "post_attention_layernorm.weight", 0));
     add(adamw(matrix(own + "router", {c.shape.experts, hidden}, mlp + "gate.weight")));
     add(adamw(matrix(own + "shared.gate", {1, hidden}, mlp + "shared_expert_gate.weight")));
     add_mlp(specs, own + "shared.", {mlp + "shared_expert."}, c.shared_inner, false);
@@ -373,7 +356,7 @@ class Qwen35Moe final : public MoeModel {
   }
 
   std::vector<ParameterSpec> head_specs() const override {
-    std::vector<ParameterSpec> specs{vector("final_norm", {config_.shape.hidden}, "model.norm.weight", 0)};
+    std::vector<ParameterSpec> specs{constant_spec("final_norm", {config_.shape.hidden}, "model.norm.weight", 0)};
     if (config_.shape.tied_embeddings) return specs;
     specs.push_back(adamw(matrix("head", {config_.shape.vocab, config_.shape.hidden}, "lm_head.weight")));
     return specs;
@@ -441,12 +424,7 @@ class Qwen35Moe final : public MoeModel {
 
  private:
   ParameterSpec matrix(std::string name, std::vector<int64_t> shape, std::string hub_name) const {
-    ParameterSpec spec;
-    spec.parts = {{std::move(hub_name), shape}};
-    spec.name = std::move(name);
-    spec.shape = std::move(shape);
-    spec.init_value = static_cast<float>(config_.shape.initializer_range);
-    return spec;
+    return matrix_spec(std::move(name), std::move(shape), std::move(hub_name), config_.shape.initializer_range);
   }
 
   static ParameterSpec adamw(ParameterSpec spec) {
@@ -454,37 +432,9 @@ class Qwen35Moe final : public MoeModel {
     return spec;
   }
 
-  // What weight decay and Muon leave alone: norms and what decides the states' decay.
-  static ParameterSpec vector(std::string name, std::vector<int64_t> shape, std::string hub_name, float value) {
-    ParameterSpec spec;
-    spec.parts = {{std::move(hub_name), shape}};
-    spec.name = std::move(name);
-    spec.shape = std::move(shape);
-    spec.rule = UpdateRule::kAdamW;
-    spec.decay = false;
-    spec.init = InitKind::kConstant;
-    spec.init_value = value;
-    return spec;
-  }
-
-  // gate_up and down of one MLP, or stacked of the experts whose Hub names begin with `hubs`.
   void add_mlp(std::vector<ParameterSpec>& specs, const std::string& own, const std::vector<std::string>& hubs,
                int64_t inner, bool expert) const {
-    const int64_t hidden = config_.shape.hidden;
-    ParameterSpec gate_up = matrix(own + "gate_up", {2 * inner, hidden}, "");
-    ParameterSpec down = matrix(own + "down", {hidden, inner}, "");
-    gate_up.parts.clear();
-    down.parts.clear();
-    for (const std::string& hub : hubs) {
-      gate_up.parts.push_back({hub + "gate_proj.weight", {inner, hidden}});
-      gate_up.parts.push_back({hub + "up_proj.weight", {inner, hidden}});
-      down.parts.push_back({hub + "down_proj.weight", {hidden, inner}});
-    }
-    for (ParameterSpec* spec : {&gate_up, &down}) {
-      spec->expert = expert;
-      if (expert) spec->shape.insert(spec->shape.begin(), std::ssize(hubs));
-      specs.push_back(std::move(*spec));
-    }
+    add_mlp_specs(specs, own, hubs, config_.shape.hidden, inner, expert, config_.shape.initializer_range);
   }
 
   Qwen35MoeConfig config_;

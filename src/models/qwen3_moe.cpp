@@ -1,5 +1,6 @@
 #include "models/qwen3_moe.h"
 
+#include "models/family_specs.h"
 #include "models/key_value_cache.h"
 #include "ops/grouped_linear.h"
 #include "ops/linear.h"
@@ -220,27 +221,18 @@ class Qwen3Moe final : public MoeModel {
     ParameterSpec router = matrix(own + "router", {config_.shape.experts, hidden}, hub + "mlp.gate.weight");
     router.rule = UpdateRule::kAdamW;
 
-    const int64_t experts = config_.shape.experts, inner = config_.intermediate;
-    ParameterSpec gate_up = matrix(own + "experts.gate_up", {experts, 2 * inner, hidden}, "");
-    ParameterSpec down = matrix(own + "experts.down", {experts, hidden, inner}, "");
-    gate_up.parts.clear();
-    down.parts.clear();
-    gate_up.expert = down.expert = true;
-    for (int64_t e = 0; e < experts; ++e) {
-      const std::string expert = fmt::format("{}mlp.experts.{}.", hub, e);
-      gate_up.parts.push_back({expert + "gate_proj.weight", {inner, hidden}});
-      gate_up.parts.push_back({expert + "up_proj.weight", {inner, hidden}});
-      down.parts.push_back({expert + "down_proj.weight", {hidden, inner}});
-    }
-    return {norm(own + "input_norm", hidden, hub + "input_layernorm.weight"),
-            std::move(qkv),
-            norm(own + "q_norm", size, hub + "self_attn.q_norm.weight"),
-            norm(own + "k_norm", size, hub + "self_attn.k_norm.weight"),
-            matrix(own + "output", {hidden, q_rows}, hub + "self_attn.o_proj.weight"),
-            norm(own + "post_norm", hidden, hub + "post_attention_layernorm.weight"),
-            std::move(router),
-            std::move(gate_up),
-            std::move(down)};
+    std::vector<ParameterSpec> specs{norm(own + "input_norm", hidden, hub + "input_layernorm.weight"),
+                                     std::move(qkv),
+                                     norm(own + "q_norm", size, hub + "self_attn.q_norm.weight"),
+                                     norm(own + "k_norm", size, hub + "self_attn.k_norm.weight"),
+                                     matrix(own + "output", {hidden, q_rows}, hub + "self_attn.o_proj.weight"),
+                                     norm(own + "post_norm", hidden, hub + "post_attention_layernorm.weight"),
+                                     std::move(router)};
+    std::vector<std::string> experts;
+    for (int64_t e = 0; e < config_.shape.experts; ++e) experts.push_back(fmt::format("{}mlp.experts.{}.", hub, e));
+    add_mlp_specs(specs, own + "experts.", experts, hidden, config_.intermediate, true,
+                  config_.shape.initializer_range);
+    return specs;
   }
 
   std::vector<ParameterSpec> head_specs() const override {
@@ -295,24 +287,11 @@ class Qwen3Moe final : public MoeModel {
 
  private:
   ParameterSpec matrix(std::string name, std::vector<int64_t> shape, std::string hub_name) const {
-    ParameterSpec spec;
-    spec.parts = {{std::move(hub_name), shape}};
-    spec.name = std::move(name);
-    spec.shape = std::move(shape);
-    spec.init_value = static_cast<float>(config_.shape.initializer_range);
-    return spec;
+    return matrix_spec(std::move(name), std::move(shape), std::move(hub_name), config_.shape.initializer_range);
   }
 
   static ParameterSpec norm(std::string name, int64_t size, std::string hub_name) {
-    ParameterSpec spec;
-    spec.name = std::move(name);
-    spec.shape = {size};
-    spec.parts = {{std::move(hub_name), {size}}};
-    spec.rule = UpdateRule::kAdamW;
-    spec.decay = false;
-    spec.init = InitKind::kConstant;
-    spec.init_value = 1.0f;
-    return spec;
+    return constant_spec(std::move(name), {size}, std::move(hub_name), 1);
   }
 
   Qwen3MoeConfig config_;

@@ -157,14 +157,13 @@ std::optional<Checkpoint> newest_checkpoint(const std::string& dir, Logger& log,
   return std::nullopt;
 }
 
-bool is_checkpoint_path(const std::string& path) {
+bool is_checkpoint_path(const std::string& path, std::string_view wanted) {
   if (!fs::exists(path)) {
     const std::vector<std::string> beside = step_folders(fs::absolute(path).parent_path().string());
     const auto whole =
         std::ranges::find_if(beside, [](const auto& f) { return fs::exists(f + "/" + kCompleteMarker); });
     const std::string near = whole == beside.end() ? "" : ": the newest one beside it is " + *whole;
-    MARROW_THROW(ExitCode::kUsage, Fix("give a checkpoint, a run's folder or a Hugging Face folder{}", near),
-                 "{} does not exist", path);
+    MARROW_THROW(ExitCode::kUsage, Fix("give {}{}", wanted, near), "{} does not exist", path);
   }
   return fs::exists(path + "/" + kTrainerState) || fs::exists(path + "/" + kCompleteMarker) ||
          !step_folders(path).empty() || !step_folders(path + "/checkpoints").empty();

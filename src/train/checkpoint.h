@@ -83,7 +83,8 @@ std::optional<Checkpoint> newest_checkpoint(const std::string& dir, Logger& log,
 // `path` itself where it is a checkpoint, else the newest one in it or in its checkpoints/.
 Checkpoint open_checkpoint(const std::string& path, Logger& log);
 // Is `path` meant as a checkpoint (or holds some), rather than a Hugging Face folder? Error (kUsage) where nothing is
-// there; its fix names the newest complete checkpoint beside it.
-bool is_checkpoint_path(const std::string& path);
+// there: its fix says to give `wanted`, and names the newest complete checkpoint beside.
+bool is_checkpoint_path(const std::string& path,
+                        std::string_view wanted = "a checkpoint, a run's folder or a Hugging Face folder");
 
 }  // namespace marrow
