@@ -141,8 +141,11 @@ def signals_save():
 
 def signals_end_a_validation():
     """Between its batches, on all ranks at the same one; the step before it is saved, without a validation loss."""
+    text = WORK / "long.txt"
+    text.write_text("a validation of minutes, so that a signal comes within it " * 100_000)
+    check(marrow("tokenize", "--tokenizer", "bytes", "--input", text, "--output", WORK / "long").returncode == 0, "corpus")
     for name, words in (("validation", ()), ("validation-2", ("--processes", "2"))):
-        run = subprocess.Popen([MARROW, "pretrain", toml(name, data__validation=[str(WORK / "corpus")] * 1000,
+        run = subprocess.Popen([MARROW, "pretrain", toml(name, data__validation=[str(WORK / "long")],
                                                          data__validate_every=1, data__validate_sequences=10**6,
                                                          train__micro_batch=1), *words], stdout=subprocess.DEVNULL,
                                stderr=subprocess.PIPE, text=True)
@@ -388,9 +391,17 @@ def odd_entries_are_damage():
 
 
 def evaluation_shows_progress():
-    words = ("eval", WORK / "masked", "--data", WORK / "corpus", "--seq-len", "32", "--micro-batch", "1")
-    check("evaluate " in marrow(*words).stderr, "a long evaluation says how far it is")
-    check(marrow(*words, "--json").stderr == "", "but not under --json")
+    """A long evaluation says how far it is, but not under --json; both are ended once that is known."""
+    words = [MARROW, "eval", WORK / "masked", "--data", WORK / "long", "--seq-len", "32", "--micro-batch", "1"]
+    start = time.time()
+    run = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    check(any(line.startswith("evaluate ") for line in run.stderr), "progress of a long evaluation")
+    run.kill()
+    run = subprocess.Popen([*words, "--json"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    time.sleep(time.time() - start + 1)
+    run.kill()
+    _, err = run.communicate()
+    check(run.returncode == -signal.SIGKILL and err == "", f"standard error stays empty: {err}")
 
 
 def long_step():
