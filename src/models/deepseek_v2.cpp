@@ -246,7 +246,7 @@ class DeepseekV2 final : public MoeModel {
     const std::string own = fmt::format("layers.{}.", layer), hub = fmt::format("model.layers.{}.", layer);
     const std::string attention = hub + "self_attn.";
     std::vector<ParameterSpec> specs{norm(own + "input_norm", hidden, hub + "input_layernorm.weight")};
-    const auto add = [&](ParameterSpec spec) { specs.push_back(std::move(spec)); };
+    const auto add = [&](ParameterSpec spec) -> ParameterSpec& { return specs.emplace_back(std::move(spec)); };
     if (c.query_rank > 0) {
       add(matrix(own + "q_a", {c.query_rank, hidden}, attention + "q_a_proj.weight"));
       add(norm(own + "q_a_norm", c.query_rank, attention + "q_a_layernorm.weight"));
@@ -256,7 +256,9 @@ class DeepseekV2 final : public MoeModel {
     }
     add(matrix(own + "kv_a", {c.latent_rank + c.rope_size, hidden}, attention + "kv_a_proj_with_mqa.weight"));
     add(norm(own + "kv_a_norm", c.latent_rank, attention + "kv_a_layernorm.weight"));
-    add(matrix(own + "kv_b", {c.heads * (c.nope_size + c.value_size), c.latent_rank}, attention + "kv_b_proj.weight"));
+    add(matrix(own + "kv_b", {c.heads * (c.nope_size + c.value_size), c.latent_rank}, attention + "kv_b_proj.weight"))
+        .parts[0]
+        .turns = {c.nope_size * c.latent_rank, c.value_size * c.latent_rank};
     add(matrix(own + "output", {hidden, c.heads * c.value_size}, attention + "o_proj.weight"));
     add(norm(own + "post_norm", hidden, hub + "post_attention_layernorm.weight"));
     add_mlp(specs, own + "mlp.", {hub + (c.dense(layer) ? "mlp." : "mlp.shared_experts.")}, c.mlp_inner(layer), false);

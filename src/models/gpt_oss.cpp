@@ -317,13 +317,11 @@ class GptOss final : public MoeModel {
 
     ParameterSpec& gate_up =
         add(matrix(own + "experts.gate_up", {experts, hidden, 2 * inner}, mlp + "experts.gate_up_proj"));
-    gate_up.matrices_per_part = experts;
-    gate_up.interleaved = 2;
+    gate_up.parts[0].turns = {1, 1};
     gate_up.expert = true;
     add(constant_spec(own + "experts.gate_up_bias", {experts, 2 * inner}, mlp + "experts.gate_up_proj_bias", 0))
         .expert = true;
     ParameterSpec& down = add(matrix(own + "experts.down", {experts, inner, hidden}, mlp + "experts.down_proj"));
-    down.matrices_per_part = experts;
     down.expert = true;
     add(constant_spec(own + "experts.down_bias", {experts, hidden}, mlp + "experts.down_proj_bias", 0)).expert = true;
     return specs;

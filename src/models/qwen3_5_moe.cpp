@@ -323,7 +323,9 @@ class Qwen35Moe final : public MoeModel {
       const std::string attention = hub + "self_attn.";
       const int64_t q_rows = c.heads * c.head_size, kv_rows = c.kv_heads * c.head_size;
       add(matrix(own + "input", {2 * q_rows + 2 * kv_rows, hidden}, "")).parts = {
-          {attention + "q_proj.weight", {2 * q_rows, hidden}},
+          {.name = attention + "q_proj.weight",
+           .shape = {2 * q_rows, hidden},
+           .turns = {c.head_size * hidden, c.head_size * hidden}},
           {attention + "k_proj.weight", {kv_rows, hidden}},
           {attention + "v_proj.weight", {kv_rows, hidden}}};
       add(constant_spec(own + "q_norm", {c.head_size}, attention + "q_norm.weight", 0));
@@ -332,7 +334,9 @@ class Qwen35Moe final : public MoeModel {
     } else {
       const std::string attention = hub + "linear_attn.";
       add(matrix(own + "input", {c.channels() + c.values() + 2 * c.value_heads, hidden}, "")).parts = {
-          {attention + "in_proj_qkv.weight", {c.channels(), hidden}},
+          {.name = attention + "in_proj_qkv.weight",
+           .shape = {c.channels(), hidden},
+           .turns = {c.keys() * hidden, c.keys() * hidden, c.values() * hidden}},
           {attention + "in_proj_z.weight", {c.values(), hidden}},
           {attention + "in_proj_b.weight", {c.value_heads, hidden}},
           {attention + "in_proj_a.weight", {c.value_heads, hidden}}};

@@ -11,6 +11,9 @@ struct HubTensor {
   std::string name;            // "model.layers.3.mlp.experts.7.down_proj.weight"
   std::vector<int64_t> shape;  // row-major
   bool always_fp32 = false;    // also in an export of bf16
+  // Where it holds several logical matrices (Muon's unit), or each of its stacked ones does: these take turns, so many
+  // elements of each at a time. {H, H}: rows of two; {1, 1}: columns of two; {2 · H, 3 · H}, of 5 rows: one, the other.
+  std::vector<int64_t> turns = {};
   int64_t elements() const {
     int64_t n = 1;
     for (const int64_t size : shape) n *= size;
@@ -18,7 +21,8 @@ struct HubTensor {
   }
 };
 
-enum class UpdateRule { kAdamW, kMuon };  // kMuon: a matrix; under AdamW both rules are AdamW
+// kMuon: a matrix, or several stacked in the leading dimensions; under AdamW both rules are AdamW.
+enum class UpdateRule { kAdamW, kMuon };
 // kLogUniform: ln of a number that is uniform in (0, init_value), and of 0.01 where that is less.
 enum class InitKind { kNormal, kConstant, kLogUniform };
 
@@ -32,9 +36,7 @@ struct ParameterSpec {
   UpdateRule rule = UpdateRule::kMuon;
   bool decay = true;  // weight decay acts on it
   InitKind init = InitKind::kNormal;
-  float init_value = 0.02f;       // standard deviation, constant or bound
-  int64_t matrices_per_part = 1;  // matrices in a part that stacks several; Muon's shards are cut between them
-  int64_t interleaved = 1;        // logical matrices (Muon's unit) whose columns take turns in each
+  float init_value = 0.02f;  // standard deviation, constant or bound
 };
 
 }  // namespace marrow

@@ -39,8 +39,8 @@ std::vector<int64_t> muon_cuts(const FlatGroup& group) {
     const int64_t first = group.offsets[i], last = first + group.spec_elements(i);
     int64_t at = first - group.skipped[i];
     for (const HubTensor& part : spec.parts) {
-      const int64_t matrix = part.elements() / spec.matrices_per_part;
-      for (int64_t m = 0; m < spec.matrices_per_part; ++m, at += matrix) {
+      const int64_t matrix = part.shape.back() * part.shape[part.shape.size() - 2];
+      for (const int64_t end = at + part.elements(); at < end; at += matrix) {
         if (at >= first && at < last) cuts.push_back(at);
       }
     }

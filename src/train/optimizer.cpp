@@ -1,6 +1,7 @@
 #include "train/optimizer.h"
 
 #include <numbers>
+#include <numeric>
 
 #include "ops/optimizer.h"
 
@@ -66,35 +67,40 @@ void Optimizer::sum_over_ranks(const at::Tensor& loss) {
 
 void Optimizer::update_muon(FlatGroup& group, double learning_rate) {
   const std::vector<FlatGroup::Piece> pieces = group.pieces();
-  const int64_t muon_specs = group.muon_specs;
-  for (size_t i = 0; i < pieces.size() && static_cast<int64_t>(pieces[i].spec) < muon_specs;) {
+  for (size_t i = 0; i < pieces.size() && std::cmp_less(pieces[i].spec, group.muon_specs);) {
     // Neighbours of one shape are one batch: all gates and ups of a layer's experts.
     const FlatGroup::Piece& first = pieces[i];
-    const std::vector<int64_t>& shape = first.part->shape;
+    const HubTensor& part = *first.part;
     int64_t elements = 0;
-    for (; i < pieces.size() && pieces[i].spec == first.spec && pieces[i].part->shape == shape; ++i) {
+    for (; i < pieces.size() && pieces[i].spec == first.spec && pieces[i].part->shape == part.shape; ++i) {
       elements += pieces[i].last - pieces[i].first;
     }
-    const int64_t rows = shape[shape.size() - 2], columns = shape.back();
+    const int64_t columns = part.shape.back(), matrix = columns * part.shape[part.shape.size() - 2];
     MuonStep muon;
     muon.lr = learning_rate;
     muon.momentum = config_.muon_momentum;
     muon.weight_decay = group.specs[first.spec].decay ? config_.weight_decay : 0.0;
     muon.zero_grad = true;
-    const int64_t kinds = group.specs[first.spec].interleaved;
-    const int64_t step = kinds == 1 ? elements : rows * columns;  // what is interleaved is copied: one matrix at a time
-    for (int64_t at = first.at; at < first.at + elements; at += step) {
-      std::array<at::Tensor, 4> own{group.master, group.rounded, group.own_grad, group.exp_avg}, apart;
-      for (size_t t = 0; t < own.size(); ++t) {
-        if (!own[t].defined()) continue;
-        own[t] = own[t].narrow(0, at, step).view({-1, rows, columns / kinds, kinds}).permute({0, 3, 1, 2});
-        apart[t] = own[t].contiguous().flatten(0, 1);
+    const auto update = [&](int64_t begin, int64_t count) {
+      const std::vector<int64_t> turns = part.turns.empty() ? std::vector{matrix} : part.turns;
+      const int64_t period = std::accumulate(turns.begin(), turns.end(), int64_t{0});
+      for (int64_t k = 0, at = 0; k < std::ssize(turns); at += turns[k++]) {
+        const int64_t width = turns[k] % columns == 0 ? columns : columns / period * turns[k];
+        std::array<at::Tensor, 4> own{group.master, group.rounded, group.own_grad, group.exp_avg}, apart;
+        for (size_t t = 0; t < own.size(); ++t) {
+          if (!own[t].defined()) continue;
+          own[t] = own[t].narrow(0, begin, count * matrix).view({count, -1, period}).narrow(2, at, turns[k]);
+          apart[t] = own[t].reshape({count, -1, width}).contiguous();
+        }
+        muon_update(apart[0], apart[1], apart[2], apart[3], grad_scale_, muon);
+        for (size_t t = 0; t < own.size(); ++t) {
+          if (own[t].defined() && !apart[t].is_alias_of(own[t])) own[t].copy_(apart[t].view(own[t].sizes()));
+        }
       }
-      muon_update(apart[0], apart[1], apart[2], apart[3], grad_scale_, muon);
-      for (size_t t = 0; t < own.size() && kinds > 1; ++t) {
-        if (own[t].defined()) own[t].copy_(apart[t].view(own[t].sizes()));
-      }
-    }
+    };
+    // What takes turns is copied: one matrix at a time.
+    const int64_t count = part.turns.empty() ? elements / matrix : 1;
+    for (int64_t at = first.at; at < first.at + elements; at += count * matrix) update(at, count);
   }
 }
 

@@ -28,7 +28,6 @@ std::vector<ParameterSpec> layer_specs() {
   norm.init_value = 1.0f;
   ParameterSpec gate_up = spec_of("experts.gate_up", {kExperts, 14, 10}, {});
   ParameterSpec stacked = spec_of("experts.stacked", {kExperts, 5, 3}, {{"stack", {kExperts, 5, 3}}});
-  stacked.matrices_per_part = kExperts;
   ParameterSpec bias = spec_of("experts.bias", {kExperts, 9}, {{"bias", {kExperts, 9}}});
   bias.rule = UpdateRule::kAdamW;
   bias.decay = false;
@@ -69,7 +68,7 @@ TEST(ParameterStore, EveryElementHasOneOwner) {
       for (const ParameterSpec& spec : layer_specs()) {
         const bool together = muon && spec.rule == UpdateRule::kMuon;
         for (const HubTensor& part : spec.parts) {
-          matrix[part.name] = together ? part.elements() / spec.matrices_per_part : 1;
+          matrix[part.name] = together ? part.shape.back() * part.shape[part.shape.size() - 2] : 1;
         }
       }
       for (int64_t rank = 0; rank < shape.world(); ++rank) {

@@ -98,36 +98,55 @@ TEST(Optimizer, StepsDoNotDependOnTheMesh) {
   }
 }
 
-// Muon turns each logical matrix by itself: interleaved columns as two tensors of a matrix each would be.
-TEST(Optimizer, MuonTakesInterleavedColumnsApart) {
-  const auto store_of = [](const std::vector<ParameterSpec>& specs) {
-    ParameterStore store(options_with(OptimizerName::kMuon));
-    store.add("group", specs);
-    return store;
+// Muon turns each logical matrix by itself: those that take turns in a tensor as two tensors of a matrix each would be.
+TEST(Optimizer, MuonTakesMatricesApartThatTakeTurns) {
+  struct Case {
+    std::vector<int64_t> shape, turns, first;  // of the tensor, and of the first and the second matrix in it
+    std::vector<int64_t> second;
+    std::function<at::Tensor(const at::Tensor&, bool)> part;  // of the tensor, as the first or second matrix
   };
-  const auto spec_of = [](const std::string& name, const std::vector<int64_t>& shape) {
-    ParameterSpec spec{name, shape, {{name, shape}}};
-    spec.matrices_per_part = 3;
-    return spec;
-  };
-  ParameterSpec both = spec_of("both", {3, 5, 8});
-  both.interleaved = 2;
-  ParameterStore whole = store_of({both}), apart = store_of({spec_of("gate", {3, 5, 4}), spec_of("up", {3, 5, 4})});
-  whole.initialize(3);
-  Optimizer one(whole, config_with(OptimizerName::kMuon)), other(apart, config_with(OptimizerName::kMuon));
-  const at::Tensor value = whole.table().at("both").value, grad = whole.table().at("both").grad;
-  const auto columns = [](const at::Tensor& x, const std::string& name) { return x.slice(2, name == "up", {}, 2); };
-  for (const std::string name : {"gate", "up"}) apart.table().at(name).value.copy_(columns(value, name));
-  for (int64_t step = 1; step <= 3; ++step) {
-    grad.copy_(gradient_of("both", {3, 5, 8}, step));
-    for (const std::string name : {"gate", "up"}) apart.table().at(name).grad.copy_(columns(grad, name));
-    one.step(1e-2, step, at::ones({1}, at::kDouble));
-    other.step(1e-2, step, at::ones({1}, at::kDouble));
-    EXPECT_TRUE(grad.eq(0).all().item<bool>());
-  }
-  for (const std::string name : {"gate", "up"}) {
-    const at::Tensor difference = columns(value, name) - apart.table().at(name).value;
-    EXPECT_LE(difference.abs().max().item<double>(), 1e-6) << name;
+  const std::vector<Case> cases = {
+      {{3, 5, 8},
+       {1, 1},
+       {3, 5, 4},
+       {3, 5, 4},
+       [](const at::Tensor& x, bool second) { return x.slice(2, second, {}, 2); }},
+      // Two heads of three rows, and of two rows.
+      {{10, 7},
+       {21, 14},
+       {6, 7},
+       {4, 7},
+       [](const at::Tensor& x, bool second) {
+         return x.view({2, 5, 7}).slice(1, second ? 3 : 0, second ? 5 : 3).reshape({-1, 7});
+       }},
+      {{9, 4}, {20, 16}, {5, 4}, {4, 4}, [](const at::Tensor& x, bool second) {
+         return x.slice(0, second ? 5 : 0, second ? 9 : 5);
+       }}};
+  for (const Case& c : cases) {
+    const auto store_of = [](const std::vector<ParameterSpec>& specs) {
+      ParameterStore store(options_with(OptimizerName::kMuon));
+      store.add("group", specs);
+      return store;
+    };
+    ParameterSpec both{"both", c.shape, {{"both", c.shape}}};
+    both.parts[0].turns = c.turns;
+    ParameterStore whole = store_of({both});
+    ParameterStore apart = store_of({{"one", c.first, {{"one", c.first}}}, {"two", c.second, {{"two", c.second}}}});
+    whole.initialize(3);
+    Optimizer one(whole, config_with(OptimizerName::kMuon)), other(apart, config_with(OptimizerName::kMuon));
+    const at::Tensor value = whole.table().at("both").value, grad = whole.table().at("both").grad;
+    for (const std::string name : {"one", "two"}) apart.table().at(name).value.copy_(c.part(value, name == "two"));
+    for (int64_t step = 1; step <= 3; ++step) {
+      grad.copy_(gradient_of("both", c.shape, step));
+      for (const std::string name : {"one", "two"}) apart.table().at(name).grad.copy_(c.part(grad, name == "two"));
+      one.step(1e-2, step, at::ones({1}, at::kDouble));
+      other.step(1e-2, step, at::ones({1}, at::kDouble));
+      EXPECT_TRUE(grad.eq(0).all().item<bool>());
+    }
+    for (const std::string name : {"one", "two"}) {
+      const at::Tensor difference = c.part(value, name == "two") - apart.table().at(name).value;
+      EXPECT_LE(difference.abs().max().item<double>(), 1e-6) << name << " of " << c10::str(c.shape);
+    }
   }
 }
 
