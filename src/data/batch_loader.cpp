@@ -48,6 +48,28 @@ int64_t BatchLoader::samples_per_epoch() const {
   return sum;
 }
 
+BatchLoader::Sample BatchLoader::sample_at(int64_t index) const {
+  const auto [source, drawn] = blend_.at(index);
+  const int64_t epoch_size = samples_per_epoch(static_cast<size_t>(source));
+  const int64_t epoch = drawn / epoch_size, in_epoch = drawn % epoch_size;
+  const int64_t sample =
+      options_.shuffle ? Permutation(epoch_size, permutation_key(options_.seed, source, epoch))(in_epoch) : in_epoch;
+  return {&corpora_[static_cast<size_t>(source)], sample * options_.seq_len};
+}
+
+template <typename Mask>
+void BatchLoader::for_document_ends(const Sample& sample, const Mask& mask) const {
+  const IndexedCorpus& corpus = *sample.corpus;
+  int64_t before = 0;
+  // A boundary right behind the sequence counts too: its last target belongs to the next document.
+  for (int64_t d = corpus.document_after(sample.first); d < corpus.documents(); ++d) {
+    const int64_t begin = corpus.document_begin(d) - sample.first;
+    if (begin > options_.seq_len) break;
+    if (begin != before) mask(begin - 1);  // empty documents begin where the next does
+    before = begin;
+  }
+}
+
 SequenceBatch BatchLoader::load(int64_t first, int64_t count) const {
   const auto size = static_cast<size_t>(count * options_.seq_len);
   SequenceBatch batch{.sequences = count,
@@ -55,34 +77,32 @@ SequenceBatch BatchLoader::load(int64_t first, int64_t count) const {
                       .tokens = std::vector<int32_t>(size),
                       .targets = std::vector<int32_t>(size),
                       .document_start = std::vector<int32_t>(size)};
-  for (int64_t i = 0; i < count; ++i) {
-    const auto [source, drawn] = blend_.at(first + i);
-    const int64_t epoch_size = samples_per_epoch(static_cast<size_t>(source));
-    const int64_t epoch = drawn / epoch_size, index = drawn % epoch_size;
-    const int64_t sample =
-        options_.shuffle ? Permutation(epoch_size, permutation_key(options_.seed, source, epoch))(index) : index;
-    fill(corpora_[static_cast<size_t>(source)], sample, i, batch);
-  }
+  for (int64_t i = 0; i < count; ++i) fill(sample_at(first + i), i, batch);
   return batch;
 }
 
-void BatchLoader::fill(const IndexedCorpus& corpus, int64_t sample, int64_t sequence, SequenceBatch& batch) const {
-  const int64_t length = options_.seq_len, first = sample * length;
+int64_t BatchLoader::count_targets(int64_t first, int64_t count) const {
+  int64_t targets = count * options_.seq_len;
+  for (int64_t i = 0; options_.mask_documents && i < count; ++i) {
+    for_document_ends(sample_at(first + i), [&](int64_t) { --targets; });
+  }
+  return targets;
+}
+
+void BatchLoader::fill(const Sample& sample, int64_t sequence, SequenceBatch& batch) const {
+  const int64_t length = options_.seq_len;
   const auto row = [&](std::vector<int32_t>& values) {
     return std::span(values).subspan(static_cast<size_t>(sequence * length), static_cast<size_t>(length));
   };
   const std::span<int32_t> tokens = row(batch.tokens), targets = row(batch.targets);
-  corpus.read(first, tokens, options_.vocab_size);
+  sample.corpus->read(sample.first, tokens, options_.vocab_size);
   std::copy(tokens.begin() + 1, tokens.end(), targets.begin());
-  corpus.read(first + length, targets.last(1), options_.vocab_size);
+  sample.corpus->read(sample.first + length, targets.last(1), options_.vocab_size);
   if (!options_.mask_documents) return;
-  // A boundary right behind the sequence counts too: its last target belongs to the next document.
-  for (int64_t d = corpus.document_after(first); d < corpus.documents(); ++d) {
-    const int64_t begin = corpus.document_begin(d) - first;
-    if (begin > length) break;
-    targets[static_cast<size_t>(begin - 1)] = -1;
-    std::ranges::fill(row(batch.document_start).subspan(static_cast<size_t>(begin)), static_cast<int32_t>(begin));
-  }
+  for_document_ends(sample, [&](int64_t end) {
+    targets[static_cast<size_t>(end)] = -1;
+    std::ranges::fill(row(batch.document_start).subspan(static_cast<size_t>(end + 1)), static_cast<int32_t>(end + 1));
+  });
 }
 
 std::string BatchLoader::fingerprint() const {

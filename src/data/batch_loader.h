@@ -44,6 +44,8 @@ class BatchLoader {
 
   // Sequences [first, first + count) of the global order. Thread-safe.
   SequenceBatch load(int64_t first, int64_t count) const;
+  // How many targets of these are trained, by the documents' bounds alone: no token is read. Thread-safe.
+  int64_t count_targets(int64_t first, int64_t count) const;
   // Samples of one pass over every source: with one source, its number of windows.
   int64_t samples_per_epoch() const;
   int64_t samples_per_epoch(size_t source) const;
@@ -54,7 +56,15 @@ class BatchLoader {
   std::vector<std::string> warnings() const;
 
  private:
-  void fill(const IndexedCorpus& corpus, int64_t sample, int64_t sequence, SequenceBatch& batch) const;
+  struct Sample {
+    const IndexedCorpus* corpus;
+    int64_t first;  // its first token
+  };
+  Sample sample_at(int64_t index) const;
+  // Calls mask(position) for each position in the sample, in order, whose target begins another document.
+  template <typename Mask>
+  void for_document_ends(const Sample& sample, const Mask& mask) const;
+  void fill(const Sample& sample, int64_t sequence, SequenceBatch& batch) const;
 
   Options options_;
   Blend blend_;

@@ -350,22 +350,10 @@ MicroBatch PretrainLoop::load_micro_batch(int64_t index) const {
                         device_);
 }
 
-// N, of all ranks' sequences. Without document masks every token has a target.
-int64_t PretrainLoop::count_targets() const {
-  const int64_t sequences = config_.train.global_batch;
-  if (!config_.data.mask_documents) return sequences * config_.data.seq_len;
-  int64_t targets = 0;
-  for (int64_t i = 0; i < sequences; ++i) {
-    const SequenceBatch batch = loader_->load(state_.consumed_sequences + i, 1);
-    targets += std::ranges::count_if(batch.targets, [](int32_t target) { return target >= 0; });
-  }
-  return targets;
-}
-
 PretrainLoop::PendingStep PretrainLoop::launch_step(int64_t step, ActionTimer* timer) {
   const int64_t sequences = config_.train.global_batch;
   const int64_t micro_batches = sequences / (config_.train.micro_batch * mesh_.data_ranks());  // of this rank
-  const int64_t targets = count_targets();
+  const int64_t targets = loader_->count_targets(state_.consumed_sequences, sequences);        // N, of all ranks
   if (targets == 0) logger_.warn(fmt::format("step {}: no target in the whole batch", step));
   records_.set_step(step);
 

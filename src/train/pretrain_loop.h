@@ -46,7 +46,6 @@ class PretrainLoop {
   void initialize_from(const std::string& path);
 
   MicroBatch load_micro_batch(int64_t index) const;
-  int64_t count_targets() const;
   PendingStep launch_step(int64_t step, ActionTimer* timer);
   PendingStep launch_traced(int64_t step);
   void report(PendingStep pending);

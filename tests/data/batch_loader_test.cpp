@@ -82,6 +82,25 @@ TEST_F(BatchLoaderTest, TargetsPerDocument) {
   EXPECT_EQ(batch.targets[111], -1);
 }
 
+TEST_F(BatchLoaderTest, CountsTheTargetsItLoads) {
+  const std::vector<std::string> corpora{counting("c", {6, 0, 0, 3, 8, 1, 1, 0, 40, 2}), counting("d", {90, 31, 4, 0})};
+  for (const int64_t length : {1, 4, 7, 25}) {
+    for (const bool masked : {false, true}) {
+      auto wanted = options({{corpora[0], 1}, {corpora[1], 2}}, length);
+      wanted.mask_documents = masked;
+      const BatchLoader loader(wanted);
+      int64_t fewer = 0;
+      for (const auto& [first, count] : std::vector<std::pair<int64_t, int64_t>>{{0, 50}, {3, 1}, {17, 40}, {5, 0}}) {
+        const SequenceBatch batch = loader.load(first, count);
+        const int64_t trained = std::ranges::count_if(batch.targets, [](int32_t target) { return target >= 0; });
+        EXPECT_EQ(loader.count_targets(first, count), trained) << length << (masked ? " masked" : "");
+        fewer += count * length - trained;
+      }
+      EXPECT_EQ(fewer > 0, masked);
+    }
+  }
+}
+
 TEST_F(BatchLoaderTest, EpochsPermuteAnewAndAnySplitGivesTheSameOrder) {
   const BatchLoader loader(options({{counting("c", {401})}}, 4));
   const int64_t epoch = loader.samples_per_epoch();
