@@ -82,7 +82,9 @@ struct ActivationBytes {
   int64_t token = 0, expert_row = 0;                    // from forward to backward; inputs included, S3's result not
   int64_t token_cheap = 0, expert_row_cheap = 0;        // of these, what train.recompute = "cheap" makes again
   int64_t token_backward = 0, expert_row_backward = 0;  // the most besides, while S1's or S3's backward runs
-  int64_t token_ring = 0;                               // and so where a context group splits sequences
+  // Besides, where a context group splits sequences: while S1's backward runs; from forward to backward, for each token
+  // and for each chunk of a sequence (2 · cp), which a gradient matches while S1's backward runs.
+  int64_t token_ring = 0, token_ring_kept = 0, chunk_ring_kept = 0;
 };
 
 class MoeModel {

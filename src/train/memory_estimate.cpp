@@ -95,9 +95,12 @@ class Estimator {
     const int64_t ep = config_.mesh.ep, top_k = dense ? 0 : model_.shape().top_k;
     const int64_t rows = tokens_ * top_k * (ep == 2 ? 2 : 1);  // of two ranks, each makes room for all
     const int64_t between = ep == 1 || dense ? hidden_ * top_k : std::llround(3 * moved_);
-    const int64_t index = 12 * rows, ring = config_.mesh.cp > 1 ? each.token_ring : 0;
-    const int64_t kept = tokens_ * each.token + rows * each.expert_row + between + index;
-    const int64_t work = std::max(tokens_ * (each.token_backward + ring), rows * each.expert_row_backward);
+    const int64_t index = 12 * rows, cp = config_.mesh.cp;
+    const int64_t chunks = cp > 1 ? config_.train.micro_batch * 2 * cp * each.chunk_ring_kept : 0;
+    const int64_t ring = (cp > 1 ? tokens_ * each.token_ring : 0) + chunks;
+    const int64_t ring_kept = (cp > 1 ? tokens_ * each.token_ring_kept : 0) + chunks;
+    const int64_t kept = tokens_ * each.token + ring_kept + rows * each.expert_row + between + index;
+    const int64_t work = std::max(tokens_ * each.token_backward + ring, rows * each.expert_row_backward);
     int64_t elements = 0;
     for (const ParameterSpec& spec : model_.layer_specs(layer)) {
       int64_t n = 1;
