@@ -29,7 +29,7 @@ struct Fix {
 };
 
 // One failure, in the fixed order of its fields. `tensors` and `who` are filled in by those who know (the executor adds
-// layer and operator, the training loop step and micro-batch).
+// layer and direction, the training loop the step).
 struct ErrorReport {
   ExitCode code = ExitCode::kDeviceFault;
   std::string what;                  // the condition and both values

@@ -415,8 +415,8 @@ class Qwen35Moe final : public MoeModel {
       // Gradients of both, and by chunks of 64 tokens three rows of keys or values, a triangle, two states.
       const int64_t size = std::max(c.key_size, c.value_size);
       bytes.token_backward += element * (2 * (mixed + values) + c.value_heads * (3 * size + 64 + 2 * size * size / 64));
-      // A second run of the rule, with keys in place of values: these and its result stay, as does what each chunk makes
-      // of a state, and its own. Of the backward the gradients of both runs.
+      // A second run of the rule, with keys in place of values: these and its result stay, as does what each chunk
+      // makes of a state, and its own. Of the backward the gradients of both runs.
       const int64_t keys = c.value_heads * c.key_size;
       bytes.token_ring_kept = element * 2 * keys;
       bytes.chunk_ring_kept = 4 * keys * (2 * c.key_size + 2 * c.value_size);

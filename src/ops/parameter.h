@@ -15,8 +15,8 @@ struct Parameter {
   std::shared_ptr<Fp8Weight> fp8 = nullptr;  // of a linear or grouped map whose products are in fp8
 };
 
-// Backward of a linear, grouped, embedding or head product pushes the addition of its weight
-// gradient here; `run_all` performs them in the order of pushing (so sums do not depend on when).
+// The backward of linear, grouped_linear, router and add_expert_bias_ pushes the addition of its weight's gradient
+// here; `run_all` performs them in the order of pushing (so sums do not depend on when).
 // A task owns the tensors it reads, and keeps their memory alive until it ran.
 class WeightGradQueue {
  public:

@@ -11,8 +11,10 @@ struct HubTensor {
   std::string name;            // "model.layers.3.mlp.experts.7.down_proj.weight"
   std::vector<int64_t> shape;  // row-major
   bool always_fp32 = false;    // also in an export of bf16
-  // Where it holds several logical matrices (Muon's unit), or each of its stacked ones does: these take turns, so many
-  // elements of each at a time. {H, H}: rows of two; {1, 1}: columns of two; {2 · H, 3 · H}, of 5 rows: one, the other.
+  // Empty: a matrix, or equal ones stacked in the leading dimensions. Else several logical matrices (Muon's unit) in
+  // each of these, which take turns all along it, so many elements of each. Of a matrix [R, C]: {C, C} is two matrices
+  // whose rows alternate, {1, 1} two whose columns do, {2 · C, (R − 2) · C} one of the first two rows and one of the
+  // rest.
   std::vector<int64_t> turns = {};
   int64_t elements() const {
     int64_t n = 1;

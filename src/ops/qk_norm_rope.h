@@ -36,7 +36,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> qk_norm_rope(const at::Tensor& qk
                                                             const at::Tensor& positions,  // [T] int32
                                                             int64_t q_heads, int64_t kv_heads, double eps);
 
-// The same without norms. Plain tensor operations on any device.
+// The same without norms. Saves no activation.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> split_and_rotate(
     const at::Tensor& qkv,        // [T, (Hq + 2·Hkv)·D] fp32 or bf16
     const RopeTable& table,       // positions below P

@@ -44,7 +44,7 @@ class ExpertDispatch {
   void start_dispatch_backward(const at::Tensor& d_rows, const at::Tensor& d_weights);
   std::pair<at::Tensor, at::Tensor> finish_dispatch_backward(const at::Tensor& d_tokens);
 
-  int64_t rows_sent() const;  // to other ranks, by one move; not known before finish_dispatch
+  int64_t rows_sent() const;  // to other ranks, by one move; known once start_dispatch has returned
 
  private:
   void plan_whole();

@@ -9,8 +9,8 @@ bool checks_wanted(const CommunicatorOptions& options) {
   return options.checked.value_or(variable != nullptr && std::string_view(variable) == "1");
 }
 
-// NCCL connects two ranks at their first transfer, and the host of each waits there for the other: with a
-// receive that is posted ahead on both sides it would wait for ever.
+// NCCL connects two ranks at their first transfer, and the host of each waits there for the other. Here both are at it;
+// in a step one may be in another link's first transfer, or wait for a kernel.
 void connect(Communicator& link, at::Device device) {
   const at::Tensor values = at::zeros({2}, at::TensorOptions(device).dtype(at::kFloat));
   const int64_t peer = 1 - link.rank();

@@ -45,7 +45,7 @@ class Estimator {
     add_model_parameters(model_, parts_, store);
     const auto kinds = store.bytes();
     RankMemory memory{kinds[0].second, kinds[1].second, kinds[2].second, peak_activations()};
-    // Messages: received ahead, arrived early, sent and not waited for; and rows of experts in both directions.
+    // Messages: being received, arrived early, sent and not waited for; and rows of experts in both directions.
     const int64_t pp = config_.mesh.pp, messages = (pp > 1 ? 2 * pp + 5 : 0) * hidden_ + std::llround(4 * moved_);
     memory.outside = outside(mesh.shape);
     memory.buffers = memory.outside + messages + (store.options().by_layer ? passing_layers() : 0) +

@@ -167,7 +167,7 @@ void MetricsWriter::write(const StepMetrics& m) {
       if (!group.empty() && std::isfinite(number)) scalars.push_back({group + name, number});
     } else {
       for (size_t layer = 0; layer < value.size(); ++layer) {
-        scalars.push_back({fmt::format("balance_loss/layer_{:02}", layer), value[layer]});
+        scalars.push_back({fmt::format("{}{}/layer_{:02}", group, name, layer), value[layer]});
       }
     }
   });

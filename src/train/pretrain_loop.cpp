@@ -384,21 +384,30 @@ PretrainLoop::PendingStep PretrainLoop::launch_step(int64_t step, ActionTimer* t
 }
 
 void PretrainLoop::report(PendingStep pending) {
-  const std::vector<double> all = pending.values.values();
-  stopping_ = all[0] > 0;  // the same on all ranks, since it was summed in the same step
-  const std::span values = std::span(all).subspan(2);
+  const std::vector<double> values = pending.values.values();
+  std::span<const double> left(values);
+  const auto take = [&](int64_t count) {  // in the order of launch_step
+    const std::span<const double> taken = left.first(static_cast<size_t>(count));
+    left = left.subspan(taken.size());
+    return taken;
+  };
+  stopping_ = take(1)[0] > 0;  // the same on all ranks, since it was summed in the same step
+  const double rows_sent = take(1)[0];
   const auto now = std::chrono::steady_clock::now();
   const int64_t layers = model_->shape().moe_layers();
   StepMetrics metrics;
   metrics.step = pending.step;
-  metrics.loss = pending.targets > 0 ? values[0] / static_cast<double>(pending.targets) : 0.0;
-  metrics.grad_norm = values[1];
-  metrics.balance_loss_per_layer.assign(values.begin() + 2, values.begin() + 2 + layers);
-  for (const double loss : metrics.balance_loss_per_layer) metrics.balance_loss += loss / layers;
-  metrics.expert_load_max_over_mean = *std::max_element(values.begin() + 2 + layers, values.end());
+  const double loss_sum = take(1)[0];
+  metrics.loss = pending.targets > 0 ? loss_sum / static_cast<double>(pending.targets) : 0.0;
+  metrics.grad_norm = take(1)[0];
+  for (const double loss : take(layers)) {
+    metrics.balance_loss_per_layer.push_back(loss);
+    metrics.balance_loss += loss / layers;
+  }
+  metrics.expert_load_max_over_mean = std::ranges::max(take(layers));
   metrics.lr = pending.learning_rate;
   metrics.dispatch_rows_per_token =
-      all[1] / static_cast<double>(layers * config_.train.global_batch * config_.data.seq_len);
+      rows_sent / static_cast<double>(layers * config_.train.global_batch * config_.data.seq_len);
   metrics.tokens = config_.train.global_batch * config_.data.seq_len;
   metrics.step_seconds = std::chrono::duration<double>(now - last_report_).count();
   metrics.tokens_per_second = metrics.tokens / metrics.step_seconds;

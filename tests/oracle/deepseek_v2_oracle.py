@@ -3,14 +3,11 @@ with a mode of balance: V3's bias of selection moves by its rule alone. Then bot
 models' counts. Logits far into a sequence: deepseek_v2_logits.py.
 """
 import json
-import sys
-import tempfile
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 import transformers
-from family_cases import ROOT, SEQUENCES, load, make, marrow, relative, run_case, tensors_of
+from family_cases import ROOT, SEQUENCES, check_estimate, load, make, marrow, relative, run_case, run_family, tensors_of
 
 VOCAB = 257  # bytes and the end of a document
 
@@ -52,7 +49,6 @@ CASES = {  # the mode of balance, and settings
     "v3-unnormed": ("micro", {"train.micro_batch": 8}),
 }
 PUBLISHED = {"deepseek-v2-lite": 15_706_484_224, "moonlight-16b-a3b": 15_960_110_208}
-problems = []
 
 
 class Routing:
@@ -88,6 +84,7 @@ class Routing:
 
 def check_config_forms(folder):
     """The older style of config.json is the same model; a bf16 export keeps the bias; refusals name the key."""
+    problems = []
     model = make(CONFIGS["v3"])
     model.save_pretrained(folder / "hub")
     path = folder / "hub/config.json"
@@ -114,9 +111,11 @@ def check_config_forms(folder):
     path.write_text(json.dumps(config))
     if "attention_factor" not in marrow("import", folder / "hub", "--output", folder / "never", code=2):
         problems.append("attention_factor is not named")
+    return problems
 
 
-def check_published_counts():
+def check_published(folder):
+    problems = []
     for name, count in PUBLISHED.items():
         values = json.loads((ROOT / f"configs/models/{name}.json").read_text())
         config = transformers.AutoConfig.for_model(**values)
@@ -126,23 +125,20 @@ def check_published_counts():
         theirs = biases + sum(p.numel() for p in model.parameters())
         if theirs != count:
             problems.append(f"{name}: transformers counts {theirs} parameters, not {count}")
+        check_estimate(folder, name, 8)
+    return problems
 
 
-def main():
-    for name, (mode, settings) in CASES.items():
-        with tempfile.TemporaryDirectory() as folder:
-            model = make(CONFIGS[name])
-            model.save_pretrained(Path(folder) / "hub")
-            problems.extend(run_case(name, model, Path(folder), settings={"router.balance": mode, "router.coef": COEF} | settings,
-                                     routing=lambda model: Routing(model, mode)))
-    with tempfile.TemporaryDirectory() as folder:
-        check_config_forms(Path(folder))
-    check_published_counts()
-    print("\n".join(problems[:40]))
-    print(f"FAIL {len(problems)} differences  next: ./dev test --filter deepseek" if problems else
-          f"PASS {len(CASES)} models equal transformers")
-    return bool(problems)
+def case(name, mode, settings):
+    def run(folder):
+        model = make(CONFIGS[name])
+        model.save_pretrained(folder / "hub")
+        return run_case(name, model, folder, settings={"router.balance": mode, "router.coef": COEF} | settings,
+                        routing=lambda model: Routing(model, mode))
+
+    return run
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_family("deepseek_v2", {name: case(name, *case_of) for name, case_of in CASES.items()},
+               (check_config_forms, check_published))

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -213,3 +214,26 @@ def run_case(name, model, folder, import_flags=(), settings=None, routing=None):
     print(f"{name}: {len(gradients)} parameters, worst gradient {worst:.1e}, logits {logits:.1e}, "
           f"{len(ours)} tokens generated", flush=True)
     return problems
+
+
+def check_estimate(folder, config, ranks):
+    """The published model's memory on so many GPUs, experts split among them, can be estimated."""
+    (folder / "run.toml").write_text(f'model.config = "{ROOT}/configs/models/{config}.json"\ndata.train = ["unread"]\n'
+                                     'data.seq_len = 4096\ntrain.steps = 1\ntrain.global_batch = 32\noptimizer.lr = 1e-4\n'
+                                     f'train.device = "gpu"\ntrain.dtype = "bf16"\nmesh.ep = {ranks}\n')
+    estimate = json.loads(marrow("estimate", folder / "run.toml", "--json").splitlines()[-1])
+    assert len(estimate["ranks"]) == ranks, estimate
+
+
+def run_family(family, cases, checks):
+    """A family's oracle: the cases that the command line names (else all), and what is checked besides. Each takes a
+    folder of its own and returns its problems."""
+    chosen, problems = sys.argv[1:] or list(cases), []
+    with tempfile.TemporaryDirectory() as root:
+        for name, run in [(name, cases[name]) for name in chosen] + [(check.__name__, check) for check in checks]:
+            (Path(root) / name).mkdir()
+            problems += run(Path(root) / name)
+    print("\n".join(problems[:40]))
+    print(f"FAIL {len(problems)} differences  next: ./dev test --filter {family}" if problems else
+          f"PASS {family}: {len(chosen)} models equal transformers")
+    sys.exit(bool(problems))

@@ -2,12 +2,9 @@
 window by generation. Then MXFP4 stacks against transformers' dequantisation, and options that are refused.
 """
 import json
-import sys
-import tempfile
-from pathlib import Path
 
 import torch
-from family_cases import ROOT, load, make, marrow, run_case, tensors_of
+from family_cases import check_estimate, load, make, marrow, run_case, run_family, tensors_of
 from safetensors.torch import save_file
 from transformers import GptOssConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -96,33 +93,14 @@ def check_refusals(folder):
 
 def check_published(folder):
     for size, ranks in ("20b", 8), ("120b", 16):
-        (folder / "run.toml").write_text(f'model.config = "{ROOT}/configs/models/gpt-oss-{size}.json"\n'
-                                         'data.train = ["unread"]\ndata.seq_len = 4096\ntrain.steps = 1\n'
-                                         'train.global_batch = 32\noptimizer.lr = 1e-4\n'
-                                         f'train.device = "gpu"\ntrain.dtype = "bf16"\nmesh.ep = {ranks}\n')
-        estimate = json.loads(marrow("estimate", folder / "run.toml", "--json").splitlines()[-1])
-        assert len(estimate["ranks"]) == ranks, estimate
+        check_estimate(folder, f"gpt-oss-{size}", ranks)
     return []
 
 
-def main():
-    chosen = sys.argv[1:] or list(CASES)
-    problems = []
-    with tempfile.TemporaryDirectory() as root:
-        for name, changes in CASES.items():
-            if name not in chosen:
-                continue
-            (Path(root) / name).mkdir()
-            model = toy(Path(root) / name / "hub", **changes)
-            problems += run_case(name, model, Path(root) / name)
-        for check in (check_mxfp4, check_refusals, check_published):
-            (Path(root) / check.__name__).mkdir()
-            problems += check(Path(root) / check.__name__)
-    print("\n".join(problems[:40]))
-    print(f"FAIL {len(problems)} differences  next: ./dev test --filter gpt_oss" if problems else
-          f"PASS gpt_oss_oracle: {len(chosen)} models equal transformers")
-    return bool(problems)
+def case(name, changes):
+    return lambda folder: run_case(name, toy(folder / "hub", **changes), folder)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_family("gpt_oss", {name: case(name, changes) for name, changes in CASES.items()},
+               (check_mxfp4, check_refusals, check_published))

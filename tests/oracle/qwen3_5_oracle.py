@@ -2,13 +2,10 @@
 and within models of text and images. Then what is refused, and the published model's count of parameters.
 """
 import json
-import sys
-import tempfile
-from pathlib import Path
 
 import torch
 import transformers
-from family_cases import ROOT, make, marrow, run_case, tensors_of
+from family_cases import ROOT, check_estimate, make, marrow, run_case, run_family, tensors_of
 from safetensors.torch import save_file
 from transformers import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
 
@@ -107,12 +104,7 @@ def check_refusals(folder):
 
 
 def check_published(folder):
-    (folder / "run.toml").write_text(f'model.config = "{ROOT}/configs/models/qwen3.5-35b-a3b.json"\n'
-                                     'data.train = ["unread"]\ndata.seq_len = 4096\ntrain.steps = 1\n'
-                                     'train.global_batch = 32\noptimizer.lr = 1e-4\n'
-                                     'train.device = "gpu"\ntrain.dtype = "bf16"\nmesh.ep = 8\n')
-    estimate = json.loads(marrow("estimate", folder / "run.toml", "--json").splitlines()[-1])
-    assert len(estimate["ranks"]) == 8, estimate
+    check_estimate(folder, "qwen3.5-35b-a3b", 8)
     values = json.loads((ROOT / "configs/models/qwen3.5-35b-a3b.json").read_text())
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**values))
@@ -123,24 +115,10 @@ def check_published(folder):
 PUBLISHED = 34_660_610_688  # as tests/models/qwen3_5_moe_test.cpp
 
 
-def main():
-    chosen = sys.argv[1:] or list(CASES)
-    problems = []
-    with tempfile.TemporaryDirectory() as root:
-        for name, changes in CASES.items():
-            if name not in chosen:
-                continue
-            (Path(root) / name).mkdir()
-            model = toy(Path(root) / name / "hub", **changes)
-            problems += run_case(name, model, Path(root) / name)
-        for check in (check_images, check_refusals, check_published):
-            (Path(root) / check.__name__).mkdir()
-            problems += check(Path(root) / check.__name__)
-    print("\n".join(problems[:40]))
-    print(f"FAIL {len(problems)} differences  next: ./dev test --filter qwen3_5" if problems else
-          f"PASS qwen3_5_oracle: {len(chosen)} models equal transformers")
-    return bool(problems)
+def case(name, changes):
+    return lambda folder: run_case(name, toy(folder / "hub", **changes), folder)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_family("qwen3_5", {name: case(name, changes) for name, changes in CASES.items()},
+               (check_images, check_refusals, check_published))
