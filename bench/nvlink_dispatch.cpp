@@ -4,7 +4,6 @@
 //   mpirun -n 2 build-gpu/bench_nvlink [ipc]       windows by NCCL, or by CUDA's handles between processes
 #include "ops/pch.h"
 // After the precompiled header:
-#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime.h>
