@@ -6,6 +6,29 @@
 #include "ops/optimizer.h"
 
 namespace marrow {
+namespace {
+
+// One of the matrices that take turns in each of a tensor's stacked matrices (HubTensor::turns).
+struct LogicalMatrix {
+  int64_t begin, turn, period;  // elements [begin, begin + turn) of every `period`
+  int64_t columns;
+};
+
+std::vector<LogicalMatrix> logical_matrices(const HubTensor& tensor) {
+  const int64_t columns = tensor.shape.back(), whole = columns * tensor.shape[tensor.shape.size() - 2];
+  if (tensor.turns.empty()) return {{0, whole, whole, columns}};
+  const int64_t period = std::accumulate(tensor.turns.begin(), tensor.turns.end(), int64_t{0});
+  std::vector<LogicalMatrix> matrices;
+  int64_t begin = 0;
+  for (const int64_t turn : tensor.turns) {
+    const bool whole_rows = turn % columns == 0;
+    matrices.push_back({begin, turn, period, whole_rows ? columns : columns / period * turn});
+    begin += turn;
+  }
+  return matrices;
+}
+
+}  // namespace
 
 double learning_rate(const PretrainConfig::Optimizer& o, int64_t step, int64_t steps) {
   if (step <= o.warmup_steps) return o.lr * static_cast<double>(step) / o.warmup_steps;
@@ -75,32 +98,31 @@ void Optimizer::update_muon(FlatGroup& group, double learning_rate) {
     for (; i < pieces.size() && pieces[i].spec == first.spec && pieces[i].part->shape == part.shape; ++i) {
       elements += pieces[i].last - pieces[i].first;
     }
-    const int64_t columns = part.shape.back(), matrix = columns * part.shape[part.shape.size() - 2];
     MuonStep muon;
     muon.lr = learning_rate;
     muon.momentum = config_.muon_momentum;
     muon.weight_decay = group.specs[first.spec].decay ? config_.weight_decay : 0.0;
     muon.zero_grad = true;
-    const auto update = [&](int64_t begin, int64_t count) {
-      const std::vector<int64_t> turns = part.turns.empty() ? std::vector{matrix} : part.turns;
-      const int64_t period = std::accumulate(turns.begin(), turns.end(), int64_t{0});
-      for (int64_t k = 0, at = 0; k < std::ssize(turns); at += turns[k++]) {
-        const int64_t width = turns[k] % columns == 0 ? columns : columns / period * turns[k];
-        std::array<at::Tensor, 4> own{group.master, group.rounded, group.own_grad, group.exp_avg}, apart;
+    const int64_t stacked = part.shape.back() * part.shape[part.shape.size() - 2];
+    const int64_t batch = part.turns.empty() ? elements : stacked;  // what takes turns is copied: one at a time
+    for (const LogicalMatrix& matrix : logical_matrices(part)) {
+      for (int64_t at = first.at; at < first.at + elements; at += batch) {
+        const auto view = [&](const at::Tensor& flat) {
+          if (!flat.defined()) return flat;
+          const at::Tensor turns = flat.narrow(0, at, batch).view({batch / stacked, -1, matrix.period});
+          return turns.narrow(2, matrix.begin, matrix.turn);
+        };
+        const std::array own{view(group.master), view(group.rounded), view(group.own_grad), view(group.exp_avg)};
+        std::array<at::Tensor, 4> dense;  // [matrices, rows, columns]: the memory itself, where nothing takes turns
         for (size_t t = 0; t < own.size(); ++t) {
-          if (!own[t].defined()) continue;
-          own[t] = own[t].narrow(0, begin, count * matrix).view({count, -1, period}).narrow(2, at, turns[k]);
-          apart[t] = own[t].reshape({count, -1, width}).contiguous();
+          if (own[t].defined()) dense[t] = own[t].reshape({batch / stacked, -1, matrix.columns}).contiguous();
         }
-        muon_update(apart[0], apart[1], apart[2], apart[3], grad_scale_, muon);
+        muon_update(dense[0], dense[1], dense[2], dense[3], grad_scale_, muon);
         for (size_t t = 0; t < own.size(); ++t) {
-          if (own[t].defined() && !apart[t].is_alias_of(own[t])) own[t].copy_(apart[t].view(own[t].sizes()));
+          if (own[t].defined() && !dense[t].is_alias_of(own[t])) own[t].copy_(dense[t].view(own[t].sizes()));
         }
       }
-    };
-    // What takes turns is copied: one matrix at a time.
-    const int64_t count = part.turns.empty() ? elements / matrix : 1;
-    for (int64_t at = first.at; at < first.at + elements; at += count * matrix) update(at, count);
+    }
   }
 }
 
