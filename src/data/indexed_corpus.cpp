@@ -6,7 +6,6 @@
 #include <bit>
 #include <cstring>
 #include <filesystem>
-#include <ranges>
 
 #include "base/json.h"
 
@@ -95,7 +94,7 @@ CorpusWriter::~CorpusWriter() {
 }
 
 void CorpusWriter::append(std::span<const int32_t> ids, std::span<const int32_t> lengths) {
-  const auto [lowest, highest] = ids.empty() ? std::ranges::min_max_result{0, 0} : std::ranges::minmax(ids);
+  const auto [lowest, highest] = ids.empty() ? std::ranges::min_max_result<int32_t>{0, 0} : std::ranges::minmax(ids);
   MARROW_CHECK(lowest >= 0 && highest < info_.vocab_size, ExitCode::kDeviceFault,
                Fix("report this tokenizer.json: its ids do not fit its vocabulary"),
                "tokenizer {} gave ids in [{}, {}], its vocabulary has {}", info_.tokenizer, lowest, highest,
@@ -289,9 +288,13 @@ int64_t IndexedCorpus::document_begin(std::span<const std::byte> index, int64_t 
 }
 
 int64_t IndexedCorpus::document_after(int64_t token) const {
-  const auto documents = std::views::iota(int64_t{0}, documents_);
-  const auto begin = [this, index = idx_.bytes()](int64_t document) { return document_begin(index, document); };
-  return *std::ranges::upper_bound(documents, token, {}, begin);  // at its end: documents_
+  const std::span<const std::byte> index = idx_.bytes();
+  int64_t first = 0, last = documents_;  // it is one of these
+  while (first < last) {
+    const int64_t middle = first + (last - first) / 2;
+    document_begin(index, middle) > token ? last = middle : first = middle + 1;
+  }
+  return first;
 }
 
 std::string IndexedCorpus::content_hash() const {

@@ -3,6 +3,7 @@
 #define PCRE2_CODE_UNIT_WIDTH 8
 #include <pcre2.h>
 
+#include <algorithm>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -24,7 +25,6 @@ class RegexScratch {
   RegexScratch() {
     MARROW_CHECK(match_ && context_ && stack_, ExitCode::kDeviceFault, Fix("free some memory"),
                  "no memory for a regular expression's match");
-    pcre2_set_match_limit(context_.get(), UINT32_MAX);
     pcre2_jit_stack_assign(context_.get(), nullptr, stack_.get());
   }
   // Group 0 is the whole match, 1 and 2 the first captures.
@@ -61,13 +61,19 @@ class Regex {
     pcre2_pattern_info(code_.get(), PCRE2_INFO_MATCHEMPTY, &may);
     return may != 0;
   }
+  // Steps of a match that expressions of published tokenizers stay far below, but not one that tries each way to cut a
+  // word in pieces.
+  static uint32_t most_steps(size_t bytes) {
+    return static_cast<uint32_t>(std::min<size_t>(10'000'000 + bytes * 16, UINT32_MAX));
+  }
   // Finds the first match in `text` (of kCharacters: valid UTF-8) at or after `from`; false if there is none. One that
-  // takes too much memory is an Error (kBadInput).
+  // takes too much memory or time is an Error (kBadInput).
   bool find(std::string_view text, size_t from, RegexScratch& scratch) const {
     const auto run = [&](auto* match, uint32_t options) {
       return match(code_.get(), reinterpret_cast<PCRE2_SPTR>(text.data()), text.size(), from, options,
                    scratch.match_.get(), scratch.context_.get());
     };
+    pcre2_set_match_limit(scratch.context_.get(), most_steps(text.size()));
     int result = run(pcre2_jit_match, 0);
     // Where this machine allows no new machine code.
     if (result == PCRE2_ERROR_JIT_BADOPTION) result = run(pcre2_match, PCRE2_NO_UTF_CHECK);

@@ -302,7 +302,7 @@ class DeepseekV2 final : public MoeModel {
                                 : elements;
       }
     }
-    const double scores = static_cast<double>(c.shape.layers * c.heads * (c.key_size() + c.value_size) * seq_len);
+    const double scores = 1.0 * c.shape.layers * c.heads * (c.key_size() + c.value_size) * seq_len;
     return 2 * products + scores;  // QKᵀ and PV, half of each
   }
 
@@ -398,6 +398,8 @@ DeepseekRope read_deepseek_rope(const Json& config) {
   check_within(*scaling, "beta_slow", yarn.beta_slow, 1e-6, 1e6);
   rope.frequencies = yarn_inverse_frequencies(theta, size, yarn);
   const double mscale = scaling->double_or("mscale", 0), all_dim = scaling->double_or("mscale_all_dim", 0);
+  check_within(*scaling, "mscale", mscale, 0, 1e3);
+  check_within(*scaling, "mscale_all_dim", all_dim, 0, 1e3);
   const auto m = [&](double x) { return 0.1 * x * std::log(factor) + 1; };
   const bool both = mscale > 0 && all_dim > 0, plain = all_dim == 0 && (mscale == 0 || mscale == 1);
   if (!both && !plain) {  // readers differ on what the missing one is

@@ -118,6 +118,9 @@ void read_rope(const Json& config, GptOssConfig& c) {
   const double mscale = rope.double_or("mscale", 0), all_dim = rope.double_or("mscale_all_dim", 0);
   const bool both = mscale != 0 && all_dim != 0;
   c.rope_scale = rope.double_or("attention_factor", both ? magnitude(mscale) / magnitude(all_dim) : magnitude(1));
+  check_within(rope, "mscale", mscale, -1e-9, 1e3);
+  check_within(rope, "mscale_all_dim", all_dim, -1e-9, 1e3);
+  check_within(rope, "attention_factor", c.rope_scale, 1e-6, 1e6);
 
   const auto original = static_cast<double>(positive(rope, "original_max_position_embeddings"));
   if (config.double_or("initial_context_length", original) != original) {

@@ -7,7 +7,9 @@
 
 namespace marrow {
 
-std::unique_ptr<MoeModel> open_model(const Json& config) {
+namespace {
+
+std::unique_ptr<MoeModel> open_family(const Json& config) {
   const std::string type = config.at("model_type").as_string();
   if (type == "qwen3_moe") return open_qwen3_moe(config);
   if (type == "deepseek_v2" || type == "deepseek_v3") return open_deepseek_v2(config);
@@ -17,6 +19,27 @@ std::unique_ptr<MoeModel> open_model(const Json& config) {
       .fail(fmt::format("unknown model family \"{}\"", type),
             Fix("use a config.json of model_type \"qwen3_moe\", \"deepseek_v2\", \"deepseek_v3\", \"gpt_oss\", "
                 "\"qwen3_5_moe\" or \"qwen3_5_moe_text\""));
+}
+
+// Sizes that are possible each by itself may have products that no machine holds, nor 64 bits.
+void check_elements(const Json& config, const std::vector<ParameterSpec>& specs) {
+  constexpr double kMost = 1e12;
+  for (const ParameterSpec& spec : specs) {
+    double elements = 1;
+    for (const int64_t size : spec.shape) elements *= static_cast<double>(size);
+    if (elements <= kMost) continue;
+    config.fail(fmt::format("parameter {} would have {} elements, more than {}", spec.name, elements, kMost),
+                Fix("lower the model's sizes"));
+  }
+}
+
+}  // namespace
+
+std::unique_ptr<MoeModel> open_model(const Json& config) {
+  auto model = open_family(config);
+  check_elements(config, model->embedding_specs());
+  for (const int64_t layer : {int64_t{0}, model->shape().layers - 1}) check_elements(config, model->layer_specs(layer));
+  return model;
 }
 
 Json language_model_config(const Json& config) {

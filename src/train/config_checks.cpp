@@ -10,9 +10,15 @@
 namespace marrow {
 namespace {
 
+// Of what cannot be looked at, as a name that is too long: false.
+bool exists(const std::string& path) {
+  std::error_code unread;
+  return std::filesystem::exists(path, unread);
+}
+
 void check_corpus_exists(const std::string& prefix, const std::string& key) {
   for (const char* ending : {".bin", ".idx"}) {
-    MARROW_CHECK(std::filesystem::exists(prefix + ending), ExitCode::kUsage,
+    MARROW_CHECK(exists(prefix + ending), ExitCode::kUsage,
                  Fix("set {0} to the prefix of a corpus (without .bin), or make it: marrow tokenize --tokenizer bytes "
                      "--input PATH --output {1}",
                      key, prefix),
@@ -140,11 +146,12 @@ void check_config(const PretrainConfig& config, bool needs_inputs) {
                Fix("set optimizer.schedule to \"wsd\" or \"cosine\", or leave out decay_steps"),
                "optimizer.decay_steps {} has no meaning with optimizer.schedule \"constant\"", o.decay_steps);
 
-  MARROW_CHECK(std::filesystem::is_regular_file(model.config), ExitCode::kUsage,
+  std::error_code unread;
+  MARROW_CHECK(std::filesystem::is_regular_file(model.config, unread), ExitCode::kUsage,
                Fix("set model.config to a config.json; configs/models has some"), "model.config: {} is no file",
                json_quote(model.config));
   if (!needs_inputs) return;
-  MARROW_CHECK(model.init_from.empty() || std::filesystem::exists(model.init_from), ExitCode::kUsage,
+  MARROW_CHECK(model.init_from.empty() || exists(model.init_from), ExitCode::kUsage,
                Fix("set model.init_from to a checkpoint or a Hugging Face folder"),
                "model.init_from: {} does not exist", json_quote(model.init_from));
   for (const CorpusWeight& source : data.train) check_corpus_exists(source.path, "data.train");

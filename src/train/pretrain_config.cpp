@@ -3,6 +3,8 @@
 #include "train/pretrain_config.h"
 
 #define TOML_HEADER_ONLY 1
+// The parser refuses by itself, and with its place, what it asserts of a text; an assertion would end the process.
+#define TOML_ASSERT(expression) static_cast<void>(0)
 #include <fmt/ranges.h>
 #include <toml++/toml.h>
 
@@ -38,6 +40,13 @@ toml::table parse_toml(const std::string& text, const std::string& origin) {
   }
 }
 
+// A TOML basic string, quotes included. DEL is a control character to TOML, not to JSON.
+std::string toml_quote(const std::string& text) {
+  std::string out = json_quote(text);
+  for (size_t at = 0; (at = out.find('\x7f')) != std::string::npos;) out.replace(at, 1, "\\u007F");
+  return out;
+}
+
 // Puts "train.steps=10" into `root`. What is no TOML value is a string: paths need no quotes.
 void apply_override(toml::table& root, const std::string& assignment) {
   const size_t equals = assignment.find('=');
@@ -51,7 +60,7 @@ void apply_override(toml::table& root, const std::string& assignment) {
     value = toml::parse("value = " + text, origin);
   } catch (const toml::parse_error&) {  // a bare word
   }
-  if (value.size() != 1) value = toml::parse("value = " + json_quote(text), origin);  // "1\nother = 2" is TOML, too
+  if (value.size() != 1) value = toml::parse("value = " + toml_quote(text), origin);  // "1\nother = 2" is TOML, too
   const toml::source_region source = value.begin()->first.source();
   const size_t dot = path.rfind('.');
   toml::table* table = &root;
@@ -61,13 +70,6 @@ void apply_override(toml::table& root, const std::string& assignment) {
   if (table == nullptr) return;  // read_section refuses what the file has instead
   const toml::key key(path.substr(dot + 1), source);
   value.begin()->second.visit([&](auto& node) { table->insert_or_assign(key, std::move(node)); });
-}
-
-// A TOML basic string, quotes included. DEL is a control character to TOML, not to JSON.
-std::string toml_quote(const std::string& text) {
-  std::string out = json_quote(text);
-  for (size_t at = 0; (at = out.find('\x7f')) != std::string::npos;) out.replace(at, 1, "\\u007F");
-  return out;
 }
 
 using Fault = const toml::node*;  // what is no valid value; null: nothing

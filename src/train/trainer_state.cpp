@@ -5,7 +5,7 @@
 #include <map>
 #include <set>
 
-#include "models/model_contract.h"
+#include "models/hub_folder.h"
 
 namespace marrow {
 namespace {
@@ -69,7 +69,11 @@ void read_value(const Json& json, std::string& value) { value = json.as_string()
 }  // namespace
 
 void check_same_model(const Json& saved_config, const Json& current_config) {
-  const Json saved = language_model_config(saved_config), current = language_model_config(current_config);
+  // As an export writes them: with the defaults, and in both styles.
+  const auto exported = [](const Json& config) {
+    return Json::parse(hub_config(config, at::kFloat, -1), config.origin());
+  };
+  const Json saved = exported(saved_config), current = exported(current_config);
   // Fields that say how the file was written, not what the model computes.
   const std::set<std::string, std::less<>> ignored{
       "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures", "output_router_logits",

@@ -140,6 +140,12 @@ TEST(JsonLine, CutAndChangedLines) {
   }
 }
 
+TEST(JsonLine, MillionsOfValuesAreNoRunaway) {
+  std::string line = "{\"a\":[0";
+  for (int i = 0; i < 2'000'000; ++i) line += ",[],{\"\":\"\"}";
+  EXPECT_EQ(find(line + "],\"text\":\"t\"}").text, "t");
+}
+
 TEST(JsonLine, DeepNestingIsRefusedNotFatal) {
   EXPECT_EQ(find(std::string(1000000, '[')).fault, input_fault::kNotJson);
   const std::string deep = std::string(400, '[') + std::string(400, ']');

@@ -248,6 +248,27 @@ TEST(BpeTokenizer, TimeIsNearLinear) {
   }
 }
 
+// One match over a whole text is no runaway; one that tries each way to cut it in pieces is an error at once.
+TEST(BpeTokenizer, RunawayMatchesEnd) {
+  TinyTokenizer tiny;
+  const auto open = [&](const std::string& pattern) {
+    tiny.pretokenizer = R"({"type": "Sequence", "pretokenizers": [{"type": "Split", "behavior": "Isolated", "pattern":
+        {"Regex": ")" + pattern +
+                        R"("}}, {"type": "ByteLevel", "use_regex": false}]})";
+    return open_tiny(tiny);
+  };
+  const auto words = open(R"(\\p{L}+|\\s+(?!\\S)|(?:[0-9]|[a-z])+?(?=\\s)|\\s+)");
+  EXPECT_FALSE(encode(*words, std::string(12'000'000, ' ') + 'a').empty());
+  EXPECT_FALSE(encode(*words, std::string(2'000'000, '1') + " ").empty());
+  try {
+    encode(*open("(?:a+)+[0-9]"), std::string(60, 'a'));
+    FAIL() << "no error";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.report().code, ExitCode::kBadInput);
+    EXPECT_NE(error.report().what.find("60 bytes"), std::string::npos) << error.report().what;
+  }
+}
+
 // T3: a document of 100 MB; the ids are those of its parts, and next to them little is needed.
 TEST(BpeTokenizer, HugeDocumentInBoundedMemory) {
   TinyTokenizer tiny;

@@ -134,6 +134,7 @@ TEST(DeepseekV2, WhatIsNotSupportedIsNamed) {
       {"\"beta_slow\":1", "\"attention_factor\":1.0", "attention_factor"},
       {"\"factor\":40,", "", "factor"},
       {"\"mscale\":0.707,", "", "mscale"},
+      {"\"mscale\":0.707,", "\"mscale\":1e300,", "mscale"},
       {"\"noaux_tc\"", "\"greedy\"", "topk_method", "moonlight-16b-a3b"},
       {"\"use_cache\":true", "\"rope_interleave\":false", "rope_interleave", "moonlight-16b-a3b"},
       {"\"n_group\":1", "\"n_group\":7", "n_group", "moonlight-16b-a3b"},

@@ -10,7 +10,7 @@ using test::expect_refused;
 Json published(const std::string& size) { return test::published("gpt-oss-" + size); }
 
 TEST(GptOss, WhatItLacksIsRefusedByName) {
-  const std::array<std::pair<const char*, const char*>, 26> cases{{
+  const std::array<std::pair<const char*, const char*>, 29> cases{{
       {"hidden_act", "\"gelu\""},
       {"attention_dropout", "0.1"},
       {"swiglu_limit", "6.0"},
@@ -22,6 +22,9 @@ TEST(GptOss, WhatItLacksIsRefusedByName) {
       {"rope_scaling.rope_type", "\"longrope\""},
       {"rope_scaling.short_factor", "[1.0]"},
       {"rope_scaling.factor", "0.5"},
+      {"rope_scaling.mscale", "-1"},
+      {"rope_scaling.mscale_all_dim", "1e9"},
+      {"rope_scaling.attention_factor", "0"},
       {"rope_scaling.original_max_position_embeddings", "0"},
       {"rope_parameters", "{\"factor\": 16.0}"},
       {"rope_parameters", "{\"rope_theta\": 1e4}"},

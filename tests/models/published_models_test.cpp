@@ -35,5 +35,20 @@ TEST(PublishedModels, HaveTheirParameters) {
   }
 }
 
+// Each size is possible by itself.
+TEST(PublishedModels, ProductsOfSizesThatOverflowAreRefused) {
+  for (const char* name : {"qwen3-30b-a3b", "deepseek-v2-lite", "moonlight-16b-a3b", "gpt-oss-20b"}) {
+    const char* const inner = std::string_view(name) == "gpt-oss-20b" ? "intermediate_size" : "moe_intermediate_size";
+    const Json wide = test::changed(test::published(name), "hidden_size", "16777216");
+    try {
+      open_model(test::changed(wide, inner, "16777216"));
+      ADD_FAILURE() << name;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.report().code, ExitCode::kUsage);
+      EXPECT_NE(error.report().what.find("elements"), std::string::npos) << error.report().what;
+    }
+  }
+}
+
 }  // namespace
 }  // namespace marrow

@@ -435,11 +435,11 @@ TEST(TrainerStateTest, ChangesThatAlterTheRunAreRefusedWithBothValues) {
 
 TEST(TrainerStateTest, BothStylesOfAConfigAreOneModel) {
   const TrainerState state;
-  const Json old = Json::parse(R"({"model_type": "q", "num_experts": 8, "rope_theta": 1000000,
+  const Json old = Json::parse(R"({"model_type": "qwen3_moe", "num_experts": 8, "rope_theta": 1000000,
       "torch_dtype": "float32"})",
                                "old");
   const auto current = [](const char* theta) {
-    return Json::parse(fmt::format(R"({{"model_type": "q", "num_local_experts": 8, "dtype": "bf16",
+    return Json::parse(fmt::format(R"({{"model_type": "qwen3_moe", "num_local_experts": 8, "dtype": "bf16",
       "rope_parameters": {{"rope_type": "default", "rope_theta": {}}}}})",
                                    theta),
                        "new");
@@ -447,6 +447,18 @@ TEST(TrainerStateTest, BothStylesOfAConfigAreOneModel) {
   EXPECT_NO_THROW(check_resumable(state, old, state, current("1000000.0")));
   expect_error(ExitCode::kUsage, {"rope_theta", "10000"},
                [&] { check_resumable(state, old, state, current("10000.0")); });
+}
+
+// Such as "scoring_func" and "tie_word_embeddings", which an export always says.
+TEST(TrainerStateTest, AnExportIsOfTheSameModel) {
+  const TrainerState state;
+  for (const char* type : {"qwen3_moe", "deepseek_v3", "gpt_oss"}) {
+    const Json config = Json::parse(
+        fmt::format(R"({{"model_type": "{}", "rope_theta": 1e6, "quantization_config": {{}}}})", type), "old");
+    const Json exported = Json::parse(hub_config(config, at::kFloat, 5), "exported");
+    EXPECT_NO_THROW(check_resumable(state, config, state, exported));
+    EXPECT_NO_THROW(check_resumable(state, exported, state, config));
+  }
 }
 
 }  // namespace

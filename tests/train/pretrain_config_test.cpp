@@ -181,6 +181,17 @@ TEST_F(ConfigTest, FaultsOfOverridesNameTheOverride) {
   for (const Case& c : cases) expect_error(kFive, {c.set}, c.what, c.fix);
 }
 
+TEST_F(ConfigTest, TextThatNoParserAndNamesThatNoSystemTakes) {
+  expect_error("[%model]\nconfig = 1\n", {}, "run.toml:1:2: not valid TOML", "repair the TOML");
+  expect_error("[[=a]]\n", {}, "run.toml:1:3: not valid TOML", "repair the TOML");
+  expect_error(kFive, {"model.init_from=\x7f"}, "does not exist", "model.init_from");
+  const std::string name(300, 'm');
+  for (const char* key : {"model.config", "model.init_from"}) expect_error(kFive, {key + ("=" + name)}, key, key);
+  for (const char* key : {"data.train", "data.validation"}) {
+    expect_error(kFive, {fmt::format("{}=[\"{}\"]", key, name)}, key, key);
+  }
+}
+
 TEST_F(ConfigTest, EachMissingRequiredKeyIsNamed) {
   for (const std::string key : {"model.config", "data.train", "train.steps", "train.global_batch", "optimizer.lr"}) {
     std::string rest;
