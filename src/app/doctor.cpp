@@ -34,13 +34,16 @@ Finding check_gpu() {
   cudaGetDeviceProperties(&device, 0);
   cudaDriverGetVersion(&driver);
   cudaRuntimeGetVersion(&runtime);
-  const bool hopper = device.major == 9 && device.minor == 0;
+  const GpuSupport support = gpu_support(device.major, device.minor);
   return {"gpu",
           fmt::format("{} x {}, {:.0f} GB, sm_{}{}, driver CUDA {}.{}, runtime {}.{}", count, device.name,
                       1e-9 * static_cast<double>(device.totalGlobalMem), device.major, device.minor, driver / 1000,
                       driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10),
-          hopper ? "" : "the CUDA kernels are built for sm_90 (H100, H200): set train.device = \"cpu\" on this GPU",
-          !hopper};
+          support == GpuSupport::kTuned ? ""
+          : support == GpuSupport::kPlain
+              ? "compiled for sm_100, and never run there: run test_ops first; experts' products are libtorch's, no fp8"
+              : "the CUDA kernels are built for sm_90 (H100, H200) and sm_100 (B200): set train.device = \"cpu\"",
+          support == GpuSupport::kNone};
 #else
   const bool present = std::filesystem::exists("/dev/nvidia0");
   return {"gpu", present ? "there is one, but this build has no CUDA kernels" : "none; this build has no CUDA kernels",

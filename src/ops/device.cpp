@@ -20,6 +20,18 @@
 extern "C" int mkl_serv_intel_cpu_true() { return 1; }
 
 namespace marrow {
+namespace {
+
+std::pair<int, int> compute_capability([[maybe_unused]] at::Device device) {
+  int major = 0, minor = 0;
+#ifdef MARROW_CUDA
+  C10_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device.index()));
+  C10_CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device.index()));
+#endif
+  return {major, minor};
+}
+
+}  // namespace
 
 bool gpu_available() {
 #ifdef MARROW_CUDA
@@ -70,19 +82,25 @@ at::Device use_gpu([[maybe_unused]] int64_t index) {
 #ifdef MARROW_CUDA
   c10::cuda::set_device(static_cast<c10::DeviceIndex>(index));
 #endif
-  return at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(index));
+  const at::Device device(at::kCUDA, static_cast<c10::DeviceIndex>(index));
+  const auto [major, minor] = compute_capability(device);
+  MARROW_CHECK(gpu_support(major, minor) != GpuSupport::kNone, ExitCode::kUsage, Fix("set train.device = \"cpu\""),
+               "the CUDA kernels are built for compute capability 9.0 and 10.0; {} has {}.{}", device.str(), major,
+               minor);
+  return device;
 }
 
-void check_fp8_device([[maybe_unused]] at::Device device) {
-#ifdef MARROW_CUDA
+GpuSupport gpu_support(at::Device device) {
+  const auto [major, minor] = compute_capability(device);
+  return gpu_support(major, minor);
+}
+
+void check_fp8_device(at::Device device) {
   if (!device.is_cuda()) return;
-  int major = 0, minor = 0;
-  C10_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device.index()));
-  C10_CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device.index()));
-  MARROW_CHECK(major == 9 && minor == 0, ExitCode::kUsage, Fix("set train.dtype = \"bf16\""),
+  const auto [major, minor] = compute_capability(device);
+  MARROW_CHECK(gpu_support(major, minor) == GpuSupport::kTuned, ExitCode::kUsage, Fix("set train.dtype = \"bf16\""),
                "train.dtype = \"fp8\" needs a GPU of compute capability 9.0 (Hopper); {} has {}.{}", device.str(),
                major, minor);
-#endif
 }
 
 void set_cpu_threads(int64_t wanted, int64_t ranks) {

@@ -7,8 +7,17 @@
 namespace marrow {
 
 bool gpu_available();  // built with CUDA kernels, and a GPU is there
-// Makes GPU `index` of this host the current one. Error: kUsage where there is none.
+// Makes GPU `index` of this host the current one. Error: kUsage where there is none, or one without kernels here.
 at::Device use_gpu(int64_t index);
+// What this build can do on GPUs of a compute capability: on Hopper (9.0) all; on Blackwell (10.0, where it never ran)
+// the experts' products are libtorch's, and there is no fp8; on others nothing.
+enum class GpuSupport { kTuned, kPlain, kNone };
+constexpr GpuSupport gpu_support(int64_t major, int64_t minor) {
+  if (minor != 0) return GpuSupport::kNone;
+  return major == 9 ? GpuSupport::kTuned : major == 10 ? GpuSupport::kPlain : GpuSupport::kNone;
+}
+GpuSupport gpu_support(at::Device device);
+
 // Error (kUsage) for a GPU without the block-scaled products of train.dtype = "fp8"; the CPU emulates them.
 void check_fp8_device(at::Device device);
 

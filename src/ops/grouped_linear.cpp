@@ -1,6 +1,7 @@
 #include "ops/grouped_linear.h"
 
 #include "ops/cpu_math.h"
+#include "ops/device.h"
 #include "ops/fp8_quantize.h"
 #include "ops/op_tools.h"
 
@@ -52,6 +53,8 @@ Tensor multiply_rows(const Tensor& rows, const Tensor& weight, const Tensor& off
   const int64_t outer = weight.size(transpose ? 1 : 2);
   if (rows.size(0) == 0) return at::empty({0, outer}, rows.options());
   if (rows.is_cuda() && rows.scalar_type() == at::kBFloat16) {
+    if (gpu_support(rows.device()) == GpuSupport::kPlain)
+      return plain_grouped_product(rows, weight, offsets, transpose);
     const Tensor out = at::empty({rows.size(0), outer}, rows.options()), workspace = workspace_on(rows.device());
     if (transpose) {
       MARROW_CUDA_CALL(grouped_forward_cuda(rows, weight, offsets, out, workspace));
@@ -85,6 +88,7 @@ Tensor multiply_rows_fp8(const Tensor& rows, const Fp8Pair& weight, const Tensor
 void accumulate(const Tensor& grad, const Tensor& dy, const Tensor& rows, const Tensor& offsets) {
   const at::NoGradGuard no_grad;
   if (rows.is_cuda() && rows.scalar_type() == at::kBFloat16) {
+    if (gpu_support(rows.device()) == GpuSupport::kPlain) return plain_grouped_weight_grad(grad, dy, rows, offsets);
     MARROW_CUDA_CALL(grouped_weight_grad_cuda(dy, rows, offsets, grad, workspace_on(rows.device())));
     return;
   }
@@ -94,6 +98,14 @@ void accumulate(const Tensor& grad, const Tensor& dy, const Tensor& rows, const 
 }
 
 }  // namespace
+
+Tensor plain_grouped_product(const Tensor& rows, const Tensor& weight, const Tensor& offsets, bool transpose) {
+  return at::_grouped_mm(rows, transpose ? weight.transpose(1, 2) : weight, offsets);
+}
+
+void plain_grouped_weight_grad(const Tensor& grad, const Tensor& dy, const Tensor& rows, const Tensor& offsets) {
+  at::Tensor(grad).add_(at::_grouped_mm(dy.t(), rows, offsets));
+}
 
 Tensor grouped_linear(const Tensor& rows, const Parameter& weight, const Tensor& offsets, WeightGradQueue& queue,
                       bool input_major) {

@@ -13,4 +13,11 @@ namespace marrow {
 at::Tensor grouped_linear(const at::Tensor& rows, const Parameter& weight, const at::Tensor& offsets,
                           WeightGradQueue& queue, bool input_major = false);
 
+// The same products in bf16 by libtorch, for GPUs whose own kernels are not here (gpu_support): rows [R, inner] ·
+// weight[e], or with `transpose` weight[e]ᵀ; and grad[e] += dyᵀ · rows, rounded to bf16 before it is added.
+at::Tensor plain_grouped_product(const at::Tensor& rows, const at::Tensor& weight, const at::Tensor& offsets,
+                                 bool transpose);
+void plain_grouped_weight_grad(const at::Tensor& grad, const at::Tensor& dy, const at::Tensor& rows,
+                               const at::Tensor& offsets);
+
 }  // namespace marrow

@@ -1,5 +1,6 @@
 #include "ops/grouped_linear.h"
 
+#include "ops/device.h"
 #include "ops/op_test_support.h"
 
 namespace marrow {
@@ -101,6 +102,37 @@ TEST(GroupedLinear, AddsWeightGradientsOfManyExperts) {
       EXPECT_TRUE(tensors_close(once[e], expected, 1e-4, 4e-4)) << "expert " << e << " with " << counts[e] << " rows";
       EXPECT_TRUE(tensors_close(twice[e], 2 * expected, 1e-4, 8e-4)) << "expert " << e;
     }
+  }
+}
+
+// What GPUs other than Hopper run.
+TEST(GroupedLinear, ThePlainProductsAreTheSame) {
+  for (const at::Device device : test_devices()) {
+    for (const auto& counts : kCounts) {
+      const Tensor offsets = offsets_of(counts, device);
+      const int64_t total = offsets[-1].item<int64_t>(), experts = static_cast<int64_t>(counts.size());
+      if (total == 0) continue;
+      const Tensor rows = random_tensor({total, 48}, at::kBFloat16, device, 1);
+      const Tensor weight = random_tensor({experts, 64, 48}, at::kBFloat16, device, 2);
+      const Tensor d_out = random_tensor({total, 64}, at::kBFloat16, device, 3);
+      const Result want = run(rows, weight, offsets, d_out, at::ones(weight.sizes(), at::device(device)));
+      EXPECT_TRUE(tensors_close(plain_grouped_product(rows, weight, offsets, true), want.out, 1e-2, 1e-2));
+      EXPECT_TRUE(tensors_close(plain_grouped_product(d_out, weight, offsets, false), want.d_rows, 1e-2, 1e-2));
+      const Tensor grad = at::ones(weight.sizes(), at::device(device));
+      plain_grouped_weight_grad(grad, d_out, rows, offsets);
+      EXPECT_TRUE(tensors_close(grad, want.d_weight, 1e-2, 1e-1));
+      for (int64_t e = 0; e < experts; ++e) {
+        if (counts[e] == 0) EXPECT_TRUE(at::equal(grad[e].cpu(), at::ones({64, 48}))) << "expert " << e;
+      }
+    }
+  }
+}
+
+TEST(GpuSupport, IsDecidedByComputeCapability) {
+  EXPECT_EQ(gpu_support(9, 0), GpuSupport::kTuned);
+  EXPECT_EQ(gpu_support(10, 0), GpuSupport::kPlain);
+  for (const auto& [major, minor] : {std::pair<int64_t, int64_t>{8, 0}, {8, 9}, {10, 3}, {11, 0}, {12, 0}}) {
+    EXPECT_EQ(gpu_support(major, minor), GpuSupport::kNone) << major << "." << minor;
   }
 }
 
