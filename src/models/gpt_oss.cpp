@@ -244,19 +244,22 @@ class GptOssLayer final : public DecoderLayer {
     return {std::move(residual), std::move(post), std::move(routing)};
   }
 
-  at::Tensor run_experts(const at::Tensor& rows, const at::Tensor& row_weights, const at::Tensor& offsets,
+  const Parameter& first_expert_weight() const override { return gate_up_; }
+
+  ExpertRows run_experts(const ExpertRows& rows, const at::Tensor& row_weights,
                          const LayerContext& context) const override {
     WeightGradQueue& queue = *context.weight_grads;
-    const at::Tensor gate_up = add_expert_bias_(grouped_linear(rows, gate_up_, offsets, queue, /*input_major=*/true),
+    const at::Tensor& offsets = rows.offsets;
+    const at::Tensor gate_up = add_expert_bias_(grouped_linear(rows, gate_up_, queue, /*input_major=*/true).value,
                                                 gate_up_bias_, offsets, {}, queue);
     const auto activate = [=] { return clamped_swiglu(gate_up, row_weights, kSwigluAlpha, kSwigluLimit); };
     const at::Tensor activated = activate();
     if (context.recompute != nullptr) context.recompute->add({activated}, [=] { return std::vector{activate()}; });
-    return add_expert_bias_(grouped_linear(activated, down_, offsets, queue, /*input_major=*/true), down_bias_, offsets,
-                            row_weights, queue);
+    const at::Tensor result = grouped_linear(activated, down_, offsets, queue, /*input_major=*/true);
+    return {add_expert_bias_(result, down_bias_, offsets, row_weights, queue), offsets};
   }
 
-  at::Tensor combine_and_add(const at::Tensor& residual, const at::Tensor&, const at::Tensor& rows, const RowMap& map,
+  at::Tensor combine_and_add(const at::Tensor& residual, const at::Tensor&, const ExpertRows& rows, const RowMap& map,
                              const LayerContext&) const override {
     return sum_rows(rows, map, residual);
   }

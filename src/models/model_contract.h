@@ -67,13 +67,13 @@ class DecoderLayer {
   virtual ~DecoderLayer() = default;
   // S1. hidden [T, H].
   virtual RoutedTokens attend_and_route(const at::Tensor& hidden, const LayerContext&) const = 0;
-  // S3. rows [R, H] sorted by expert, row_weights [R] fp32, offsets [E] int32 (end row of each
-  // expert). Returns [R, H], each row multiplied by its weight.
-  virtual at::Tensor run_experts(const at::Tensor& rows, const at::Tensor& row_weights, const at::Tensor& offsets,
-                                 const LayerContext&) const = 0;
+  // The weight whose product is the first to read S3's rows.
+  virtual const Parameter& first_expert_weight() const = 0;
+  // S3. rows [R, H] sorted by expert, row_weights [R] fp32. Returns [R, H], each row multiplied by its weight.
+  virtual ExpertRows run_experts(const ExpertRows& rows, const at::Tensor& row_weights, const LayerContext&) const = 0;
   // S5. residual and normed as S1 gave them, rows [R, H] of S4 with the map from tokens to rows (none in a dense
   // layer); its result must not share the rows' memory, nor its backward read it: it is gone afterwards.
-  virtual at::Tensor combine_and_add(const at::Tensor& residual, const at::Tensor& normed, const at::Tensor& rows,
+  virtual at::Tensor combine_and_add(const at::Tensor& residual, const at::Tensor& normed, const ExpertRows& rows,
                                      const RowMap& map, const LayerContext&) const = 0;
 };
 

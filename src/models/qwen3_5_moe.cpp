@@ -214,18 +214,20 @@ class Qwen35MoeLayer final : public DecoderLayer {
     return {std::move(residual), std::move(post), std::move(routing)};
   }
 
-  at::Tensor run_experts(const at::Tensor& rows, const at::Tensor& row_weights, const at::Tensor& offsets,
+  const Parameter& first_expert_weight() const override { return gate_up_; }
+
+  ExpertRows run_experts(const ExpertRows& rows, const at::Tensor& row_weights,
                          const LayerContext& context) const override {
-    const at::Tensor gate_up = grouped_linear(rows, gate_up_, offsets, *context.weight_grads);
-    const at::Tensor activated = swiglu(gate_up, row_weights);
+    const ExpertRows gate_up = grouped_linear(rows, gate_up_, *context.weight_grads);
+    const ExpertRows activated = swiglu(gate_up, row_weights, down_);
     if (context.recompute != nullptr) {
-      context.recompute->add({activated}, [=] { return std::vector{swiglu(gate_up, row_weights)}; });
+      context.recompute->add({activated.value}, [=] { return std::vector{swiglu(gate_up.value, row_weights)}; });
     }
-    return grouped_linear(activated, down_, offsets, *context.weight_grads);
+    return grouped_linear(activated, down_, *context.weight_grads);
   }
 
   // The shared expert reads what the router read, and so does the gate before it.
-  at::Tensor combine_and_add(const at::Tensor& residual, const at::Tensor& normed, const at::Tensor& rows,
+  at::Tensor combine_and_add(const at::Tensor& residual, const at::Tensor& normed, const ExpertRows& rows,
                              const RowMap& map, const LayerContext& context) const override {
     WeightGradQueue& queue = *context.weight_grads;
     const at::Tensor gate_up = linear(normed, shared_gate_up_, queue);

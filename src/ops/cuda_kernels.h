@@ -77,6 +77,12 @@ void grouped_weight_grad_cuda(View dy, View rows, View offsets, View grad, View 
 // transposed and its scales, each pair may be none.
 void quantize_rows_cuda(View x, View data, View scale, View transposed, View transposed_scale, View offsets);
 
+// Where a kernel that makes experts' rows in bf16, of a width divisible by 16, writes their form in E4M3 beside them
+// (quantize_expert_rows): all three, or none.
+struct Fp8RowsView {
+  View data, scale, offsets;
+};
+
 struct Fp8ScaleStrides {
   int64_t row = 0, column = 0;
 };
@@ -229,8 +235,8 @@ void gated_rms_norm_forward_cuda(View x, View gate, View weight, View out, float
 void gated_rms_norm_backward_cuda(View x, View gate, View weight, View d_out, View dx, View d_gate, View partials,
                                   View weight_grad, float eps);
 
-// out[r] = x[source[r]], zero where source is -1; source int32.
-void gather_rows_cuda(View x, View source, View out);
+// out[r] = x[source[r]], zero where source is -1; source int32. fp8: or none; then packs of 16 bytes are aligned.
+void gather_rows_cuda(View x, View source, View out, const Fp8RowsView& fp8 = {});
 
 // out[t] = residual[t] (or 0) + Σ_j rows[rows_of_source[t, j]] over the indices of rows that exist; sums in fp32.
 void sum_rows_cuda(View rows, View rows_of_source, View residual, View out);
@@ -238,10 +244,11 @@ void sum_rows_cuda(View rows, View rows_of_source, View residual, View out);
 // out[i] = values[index[i]], 0 where index is -1.
 void gather_values_cuda(View values, View index, View out);
 
-// gate_up [R, 2I], row_weight [R] or none, out [R, I].
-void swiglu_forward_cuda(View gate_up, View row_weight, View out);
+// gate_up [R, 2I], row_weight [R] or none, out [R, I]. fp8, or none: of out; of d_gate_up, where I divides by 128.
+void swiglu_forward_cuda(View gate_up, View row_weight, View out, const Fp8RowsView& fp8);
 void swiglu_backward_cuda(View gate_up, View row_weight, View d_out, View d_gate_up,
-                          View d_row_weight);  // or none
+                          View d_row_weight,  // or none
+                          const Fp8RowsView& fp8);
 
 // As clamped_swiglu: gate_up [R, 2I] in turn, row_weight [R].
 void clamped_swiglu_forward_cuda(View gate_up, View row_weight, View out, float alpha, float limit);

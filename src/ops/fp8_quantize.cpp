@@ -79,10 +79,14 @@ Fp8Pair quantize_rows(const Tensor& x, bool rows, bool transposed) {
   return out;
 }
 
+Fp8Matrix expert_rows_memory(const Tensor& rows) {
+  check_gpu("fp8 rows of experts", rows, false);
+  return {fp8_like(rows, rows.sizes()), floats_like(rows, {rows.size(0) * blocks(rows.size(1))})};
+}
+
 Fp8Matrix quantize_expert_rows(const Tensor& rows, const Tensor& offsets) {
   if (rows.is_cpu()) return quantize_cpu(rows, 1);
-  check_gpu("fp8 rows of experts", rows, false);
-  const Fp8Matrix out{fp8_like(rows, rows.sizes()), floats_like(rows, {rows.size(0) * blocks(rows.size(1))})};
+  const Fp8Matrix out = expert_rows_memory(rows);
   MARROW_CUDA_CALL(quantize_rows_cuda(rows, out.data, out.scale, View(), View(), offsets));
   return out;
 }

@@ -1,7 +1,4 @@
-#include <cuda_fp8.h>
-
-#include "ops/fp8_scale.h"
-#include "ops/kernel_tools.cuh"
+#include "ops/fp8_rows.cuh"
 
 namespace marrow {
 namespace {
@@ -21,44 +18,6 @@ struct Args {
   const int32_t* offsets;                       // rows are those of experts, or none
   int32_t experts;
 };
-
-// Magnitudes of two bf16 in a word.
-__device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }
-__device__ __forceinline__ uint32_t magnitudes(const Pack<bf16, kSide>& pack, int pair) {
-  return reinterpret_cast<const uint32_t*>(&pack)[pair] & 0x7fff7fffu;
-}
-__device__ __forceinline__ uint32_t fp32_bits(uint32_t two) {
-  return (two >> 16 > (two & 0xffffu) ? two >> 16 : two & 0xffffu) << 16;
-}
-
-__device__ __forceinline__ uint32_t to_e4m3(float a, float b) {
-  return __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, __NV_E4M3);  // NaN stays NaN
-}
-
-// Eight elements: value(i) · inverse(i).
-template <typename Value>
-__device__ __forceinline__ uint2 pack_e4m3(const Value& value) {
-  return {to_e4m3(value(0), value(1)) | to_e4m3(value(2), value(3)) << 16,
-          to_e4m3(value(4), value(5)) | to_e4m3(value(6), value(7)) << 16};
-}
-
-// Where the scale of a row's block is: [blocks, rows], of all rows or of the rows of each expert. Negative: no
-// expert's row.
-__device__ int64_t place_of_scale(const Args& args, int64_t row, int64_t block) {
-  if (args.offsets == nullptr) return block * args.rows + row;
-  int low = 0, high = args.experts;  // the first expert that ends behind the row
-  while (low < high) {
-    const int middle = (low + high) / 2;
-    if (args.offsets[middle] > row) {
-      high = middle;
-    } else {
-      low = middle + 1;
-    }
-  }
-  if (low == args.experts) return -1;
-  const int64_t begin = low == 0 ? 0 : args.offsets[low - 1], size = args.offsets[low] - begin;
-  return begin * ((args.columns + kTile - 1) / kTile) + block * size + row - begin;
-}
 
 // A block has a tile of 128 × 128 elements, a thread a square of 8 × 8. kWhole: one scale for the tile.
 template <bool kWhole>
@@ -87,8 +46,9 @@ __global__ void __launch_bounds__(kThreads) quantize_kernel(const __grid_constan
       const uint32_t scale = fp8_scale_bits(fp32_bits(two));
       row_inverse[r] = __uint_as_float(fp8_inverse_bits(scale));
       if (across != 0 || row + r >= args.rows) continue;
-      const int64_t place = place_of_scale(args, row + r, blockIdx.y);
-      if (place >= 0) args.scale[place] = __uint_as_float(scale);
+      const Fp8Place place = args.offsets == nullptr ? Fp8Place{row + r, args.rows}
+                                                     : place_of_row(args.offsets, args.experts, row + r, args.columns);
+      if (place.first >= 0) args.scale[place.first + blockIdx.y * place.step] = __uint_as_float(scale);
     }
   }
   if (kWhole || args.transposed != nullptr) {

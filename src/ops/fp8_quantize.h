@@ -25,6 +25,7 @@ Fp8Pair quantize_rows(const at::Tensor& x, bool rows, bool transposed);
 // The same of experts' rows for fp8_grouped: R is any; the scales on the GPU, [R · ⌈C / 128⌉], are those of an
 // expert's rows after another's. offsets [E] int32; rows from offsets[E-1] on are undefined.
 Fp8Matrix quantize_expert_rows(const at::Tensor& rows, const at::Tensor& offsets);
+Fp8Matrix expert_rows_memory(const at::Tensor& rows);  // for a kernel that writes it; on a GPU
 
 // weight [N, K] or [E, N, K], 128 × 128, both ways round. On the GPU bf16; N and K divide by 16.
 Fp8Pair quantize_weight(const at::Tensor& weight);

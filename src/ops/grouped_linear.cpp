@@ -2,7 +2,6 @@
 
 #include "ops/cpu_math.h"
 #include "ops/device.h"
-#include "ops/fp8_quantize.h"
 #include "ops/op_tools.h"
 
 namespace marrow {
@@ -68,12 +67,13 @@ Tensor multiply_rows(const Tensor& rows, const Tensor& weight, const Tensor& off
   return out.to(rows.options());
 }
 
-// As multiply_rows, of E4M3 values.
-Tensor multiply_rows_fp8(const Tensor& rows, const Fp8Pair& weight, const Tensor& offsets, bool transpose) {
+// As multiply_rows, of E4M3 values. `handover`: of rows, or null.
+Tensor multiply_rows_fp8(const Tensor& rows, const std::shared_ptr<Fp8Handover>& handover, const Fp8Pair& weight,
+                         const Tensor& offsets, bool transpose) {
   const Fp8Matrix& matrices = transpose ? weight.rows : weight.transposed;  // [E, outer, inner]
   const int64_t outer = matrices.data.size(1);
   if (rows.size(0) == 0) return at::empty({0, outer}, rows.options());
-  const Fp8Matrix rows8 = quantize_expert_rows(rows, offsets);
+  const Fp8Matrix rows8 = take_over(handover, rows, offsets);
   if (rows.is_cuda()) {
     const Tensor out = at::empty({rows.size(0), outer}, rows.options());
     MARROW_CUDA_CALL(grouped_fp8_cuda(rows8.data, rows8.scale, matrices.data, matrices.scale, offsets, out,
@@ -109,6 +109,12 @@ void plain_grouped_weight_grad(const Tensor& grad, const Tensor& dy, const Tenso
 
 Tensor grouped_linear(const Tensor& rows, const Parameter& weight, const Tensor& offsets, WeightGradQueue& queue,
                       bool input_major) {
+  return grouped_linear({rows, offsets}, weight, queue, input_major).value;
+}
+
+ExpertRows grouped_linear(const ExpertRows& expert_rows, const Parameter& weight, WeightGradQueue& queue,
+                          bool input_major) {
+  const Tensor &rows = expert_rows.value, &offsets = expert_rows.offsets;
   const at::ScalarType dtype = rows.scalar_type();
   check_tensor(weight.name, weight.value, dtype,
                {-1, input_major ? rows.size(-1) : -1, input_major ? -1 : rows.size(-1)});
@@ -119,22 +125,25 @@ Tensor grouped_linear(const Tensor& rows, const Parameter& weight, const Tensor&
                Fix("choose hidden and intermediate sizes divisible by 8, or set train.dtype = "
                    "\"fp32\""),
                "{}: the grouped bf16 product needs sizes divisible by 8, not [{}, {}]", weight.name, n, k);
-  const auto multiply = [=](const Tensor& from, Fp8Product product, bool transpose) {
+  const auto multiply = [=](const Tensor& from, const std::shared_ptr<Fp8Handover>& handover, Fp8Product product,
+                            bool transpose) {
     if (fp8_wins(weight, product, from, transpose ? n : k)) {
-      return multiply_rows_fp8(from, weight.fp8->of(weight.value), offsets, transpose);
+      return multiply_rows_fp8(from, handover, weight.fp8->of(weight.value), offsets, transpose);
     }
     return multiply_rows(from, weight.value, offsets, transpose);
   };
   const Tensor in = rows.detach();
-  return differentiable(
-      {rows}, {multiply(in, Fp8Product::kExpertForward, !input_major)},
-      [=, &queue](const variable_list& d_out) -> variable_list {
+  ExpertRows out{multiply(in, expert_rows.fp8, Fp8Product::kExpertForward, !input_major), offsets};
+  if (rows.requires_grad()) out.d_value_fp8 = make_handover(weight, Fp8Product::kExpertInputGrad, out.value);
+  out.value = differentiable(
+      {rows}, {out.value}, [=, handover = out.d_value_fp8, &queue](const variable_list& d_out) -> variable_list {
         const Tensor dy = d_out[0].contiguous(), &grad = weight.grad;
         if (grad.defined() && in.size(0) > 0) {
           queue.push([=] { accumulate(grad, input_major ? in : dy, input_major ? dy : in, offsets); });
         }
-        return {multiply(dy, Fp8Product::kExpertInputGrad, input_major)};
+        return {multiply(dy, handover, Fp8Product::kExpertInputGrad, input_major)};
       })[0];
+  return out;
 }
 
 }  // namespace marrow

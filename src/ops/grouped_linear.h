@@ -1,6 +1,6 @@
 // One matrix product per expert, over rows sorted by expert.
 #pragma once
-#include "ops/parameter.h"
+#include "ops/expert_rows.h"
 
 namespace marrow {
 
@@ -12,6 +12,10 @@ namespace marrow {
 // `input_major`: weight is [E, K, N], and out[r] = rows[r] · weight[e].
 at::Tensor grouped_linear(const at::Tensor& rows, const Parameter& weight, const at::Tensor& offsets,
                           WeightGradQueue& queue, bool input_major = false);
+
+// The same where the operators before and after it hand over what they make in fp8.
+ExpertRows grouped_linear(const ExpertRows& rows, const Parameter& weight, WeightGradQueue& queue,
+                          bool input_major = false);
 
 // The same products in bf16 by libtorch, for GPUs whose own kernels are not here (gpu_support): rows [R, inner] ·
 // weight[e], or with `transpose` weight[e]ᵀ; and grad[e] += dyᵀ · rows, rounded to bf16 before it is added.

@@ -34,14 +34,15 @@ void check_map(const Tensor& matrix, const Tensor& index, const char* name) {
   check_tensor(name, index, at::kInt, index.sizes(), matrix.device());
 }
 
-Tensor gather(const Tensor& x, const Tensor& source_of_row, int64_t rows) {
+// out [rows, H]. written: where the GPU writes the rows' form in fp8, or none.
+Tensor gather(const Tensor& x, const Tensor& source_of_row, const Tensor& out, const Fp8RowsView& written = {}) {
   check_map(x, source_of_row, "source_of_row");
+  const int64_t rows = out.size(0);
   MARROW_CHECK(rows <= source_of_row.size(0), ExitCode::kUsage,
                Fix("pass the RowMap that was built for these rows (ops/rows.h)"), "{} rows of a map with {}", rows,
                source_of_row.size(0));
-  const Tensor out = at::empty({rows, x.size(1)}, x.options());
   if (x.is_cuda()) {
-    MARROW_CUDA_CALL(gather_rows_cuda(x, source_of_row, out));
+    MARROW_CUDA_CALL(gather_rows_cuda(x, source_of_row, out, written));
     return out;
   }
   const int32_t* source = ints(source_of_row);
@@ -58,6 +59,15 @@ Tensor gather(const Tensor& x, const Tensor& source_of_row, int64_t rows) {
     }
   });
   return out;
+}
+
+Tensor rows_like(const Tensor& x, int64_t rows) { return at::empty({rows, x.size(1)}, x.options()); }
+
+// out.value [rows, H] of x, handed over as out says.
+void gather_expert(const Tensor& x, const Tensor& source_of_row, const ExpertRows& out) {
+  const Fp8Matrix written = memory_for(out.fp8, out.value);
+  gather(x, source_of_row, out.value, {written.data, written.scale, out.offsets});
+  hand_over(out.fp8, out.value, out.offsets, written);
 }
 
 // totals [T, H] fp32 += Σ_j rows[rows_of_source[t, j]], rows fp32.
@@ -89,6 +99,12 @@ Tensor sum(const Tensor& rows, const Tensor& rows_of_source, const Tensor& resid
   const Tensor totals = residual.defined() ? residual.to(at::kFloat, false, /*copy=*/true) : at::zeros({tokens, width});
   add_rows_cpu(rows.to(at::kFloat), rows_of_source, totals);
   return totals.to(rows.scalar_type());
+}
+
+Backward gather_backward(const RowMap& map) {
+  return [index = map.rows_of_source](const variable_list& d_out) -> variable_list {
+    return {sum(d_out[0].contiguous(), index, {})};
+  };
 }
 
 Tensor gather_scalars(const Tensor& values, const Tensor& index) {
@@ -129,16 +145,34 @@ ExpertPermutation expert_permutation(const Tensor& experts, int64_t expert_count
 }
 
 Tensor gather_rows(const Tensor& x, const RowMap& map, int64_t rows) {
-  const auto backward = [index = map.rows_of_source](const variable_list& d_out) -> variable_list {
-    return {sum(d_out[0].contiguous(), index, {})};
-  };
-  return differentiable({x}, {gather(x.detach(), map.source_of_row, rows)}, backward)[0];
+  return differentiable({x}, {gather(x.detach(), map.source_of_row, rows_like(x, rows))}, gather_backward(map))[0];
+}
+
+ExpertRows gather_expert_rows(const Tensor& x, const ExpertPermutation& permutation, int64_t rows,
+                              const Parameter& reader) {
+  ExpertRows out{rows_like(x, rows), permutation.offsets};
+  out.fp8 = make_handover(reader, Fp8Product::kExpertForward, out.value);
+  gather_expert(x.detach(), permutation.map.source_of_row, out);
+  out.value = differentiable({x}, {out.value}, gather_backward(permutation.map))[0];
+  return out;
 }
 
 Tensor sum_rows(const Tensor& rows, const RowMap& map, const Tensor& residual) {
+  return sum_rows(ExpertRows{rows, {}}, map, residual);
+}
+
+Tensor sum_rows(const ExpertRows& expert_rows, const RowMap& map, const Tensor& residual) {
+  const Tensor& rows = expert_rows.value;
   const auto backward = [index = map.source_of_row, count = rows.size(0), differs = rows.requires_grad(),
-                         added = residual.defined()](const variable_list& d_out) -> variable_list {
-    return {differs ? gather(d_out[0].contiguous(), index, count) : Tensor(), added ? d_out[0] : Tensor()};
+                         added = residual.defined(), offsets = expert_rows.offsets,
+                         handover = expert_rows.d_value_fp8](const variable_list& d_out) -> variable_list {
+    const Tensor d_sum = d_out[0].contiguous();
+    ExpertRows d_rows;
+    if (differs) {
+      d_rows = {rows_like(d_sum, count), offsets, handover};
+      gather_expert(d_sum, index, d_rows);
+    }
+    return {d_rows.value, added ? d_out[0] : Tensor()};
   };
   const Tensor start = residual.defined() ? residual.detach() : residual;
   return differentiable({rows, residual}, {sum(rows.detach(), map.rows_of_source, start)}, backward)[0];

@@ -1,4 +1,4 @@
-#include "ops/kernel_tools.cuh"
+#include "ops/fp8_rows.cuh"
 
 namespace marrow {
 namespace {
@@ -141,6 +141,32 @@ __global__ void gather(const Vector* x, const int32_t* source, Vector* out, int6
   }
 }
 
+// The same with the rows' form in fp8: the warp goes from left to right together.
+__global__ void gather_fp8(const uint4* x, const int32_t* source, uint4* out, const __grid_constant__ Fp8RowWriter fp8,
+                           int64_t count, int64_t width) {
+  const int64_t row = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / 32;
+  if (row >= count) return;
+  const int64_t from = source[row];
+  const int lane = threadIdx.x % 32;
+  const uint4* in = x + from * width;
+  out += row * width;
+  Fp8Place place{};
+  constexpr int kUnroll = 8;
+  for (int64_t first = 0; first < width; first += 32 * kUnroll) {
+    uint4 values[kUnroll];
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t i = first + u * 32 + lane;
+      values[u] = from >= 0 && i < width ? __ldg(in + i) : uint4{};
+    }
+    if (first == 0) place = fp8.place(row);  // while the loads are under way
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t i = first + u * 32 + lane;
+      if (i < width) __stcs(out + i, values[u]);
+      fp8.write(place, row, i * 8, *reinterpret_cast<const Pack<bf16, 8>*>(&values[u]));
+    }
+  }
+}
+
 // A block's y index is a token; each thread sums one pack of columns over the token's rows.
 template <typename T, int kSize>
 __global__ void sum(const T* rows, const int32_t* rows_of_source, const T* residual, T* out, int64_t count,
@@ -197,9 +223,15 @@ void expert_permutation_cuda(View experts, View block_rows, View offsets, View s
   MARROW_CUDA_CHECK(cudaGetLastError());
 }
 
-void gather_rows_cuda(View x, View source, View out) {
+void gather_rows_cuda(View x, View source, View out, const Fp8RowsView& fp8) {
   if (out.elements == 0) return;
   const int64_t bytes = out.width * (x.bf16 ? 2 : 4);
+  if (fp8.data.defined()) {
+    gather_fp8<<<blocks_for(out.rows * 32, kThreads), kThreads, 0, current_stream()>>>(
+        x, source, out, Fp8RowWriter(fp8, out.width), out.rows, bytes / 16);
+    MARROW_CUDA_CHECK(cudaGetLastError());
+    return;
+  }
   const auto launch = [&]<typename Vector>(Vector) {
     gather<Vector><<<blocks_for(out.rows * 32, kThreads), kThreads, 0, current_stream()>>>(
         x, source, out, out.rows, bytes / static_cast<int64_t>(sizeof(Vector)));

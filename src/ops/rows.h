@@ -1,6 +1,6 @@
 // Moving rows between token order and expert order, both ways, with gradients.
 #pragma once
-#include "ops/pch.h"
+#include "ops/expert_rows.h"
 
 namespace marrow {
 
@@ -28,9 +28,14 @@ ExpertPermutation expert_permutation(const at::Tensor& experts, int64_t expert_c
 // rows ≤ R of the map.
 at::Tensor gather_rows(const at::Tensor& x, const RowMap& map, int64_t rows);
 
+// The same in the order of experts, for the product with `reader` [E, ..]: handed over in fp8 too where that is in fp8.
+ExpertRows gather_expert_rows(const at::Tensor& x, const ExpertPermutation& permutation, int64_t rows,
+                              const Parameter& reader);
+
 // out[t] = residual[t] + Σ_j rows[rows_of_source[t, j]], summed in fp32 in the order of j. rows [R, H] fp32 or bf16,
 // residual [T, H] of the same dtype or undefined → [T, H].
 at::Tensor sum_rows(const at::Tensor& rows, const RowMap& map, const at::Tensor& residual);
+at::Tensor sum_rows(const ExpertRows& rows, const RowMap& map, const at::Tensor& residual);
 
 // out[r] = weights.flat[slot_of_row[r]]: weights [T, k] fp32 → [T·k] fp32, 0 where a row has no pair.
 at::Tensor gather_values(const at::Tensor& weights, const ExpertPermutation& permutation);

@@ -57,32 +57,39 @@ void backward_cpu(const Tensor& gate_up, const Tensor& row_weight, const Tensor&
   });
 }
 
-Tensor forward(const Tensor& gate_up, const Tensor& row_weight) {
-  const Tensor out = at::empty({gate_up.size(0), gate_up.size(1) / 2}, gate_up.options());
+// written: where the GPU writes the result's form in fp8, or none.
+Tensor forward(const Tensor& gate_up, const Tensor& row_weight, const Tensor& out, const Fp8RowsView& written = {}) {
   if (out.numel() == 0) return out;
   if (out.is_cuda()) {
-    MARROW_CUDA_CALL(swiglu_forward_cuda(gate_up, row_weight, out));
+    MARROW_CUDA_CALL(swiglu_forward_cuda(gate_up, row_weight, out, written));
     return out;
   }
   const Tensor out32 = out.to(at::kFloat);
   forward_cpu(gate_up.to(at::kFloat), row_weight, out32);
-  return out32.to(out.scalar_type());
+  return at::Tensor(out).copy_(out32);
 }
 
-// → gradient of gate_up; fills d_row_weight, if defined.
-Tensor backward(const Tensor& gate_up, const Tensor& row_weight, const Tensor& d_out, const Tensor& d_row_weight) {
+// → gradient of gate_up, handed over in fp8 too where that is asked for; fills d_row_weight, if defined.
+Tensor backward(const ExpertRows& rows, const Tensor& row_weight, const Tensor& d_out, const Tensor& d_row_weight) {
+  const Tensor& gate_up = rows.value;
   const Tensor d_gate_up = at::empty_like(gate_up);
   if (d_out.numel() == 0) {
     if (d_row_weight.defined()) d_row_weight.zero_();
     return d_gate_up;
   }
+  Fp8Matrix written;
   if (d_out.is_cuda()) {
-    MARROW_CUDA_CALL(swiglu_backward_cuda(gate_up, row_weight, d_out, d_gate_up, d_row_weight));
-    return d_gate_up;
+    // Blocks must not reach from the gate's half into the other.
+    if (d_out.size(1) % kFp8Block == 0) written = memory_for(rows.d_value_fp8, d_gate_up);
+    MARROW_CUDA_CALL(swiglu_backward_cuda(gate_up, row_weight, d_out, d_gate_up, d_row_weight,
+                                          {written.data, written.scale, rows.offsets}));
+  } else {
+    const Tensor d32 = d_gate_up.to(at::kFloat);
+    backward_cpu(gate_up.to(at::kFloat), row_weight, d_out.to(at::kFloat), d32, d_row_weight);
+    at::Tensor(d_gate_up).copy_(d32);
   }
-  const Tensor d32 = d_gate_up.to(at::kFloat);
-  backward_cpu(gate_up.to(at::kFloat), row_weight, d_out.to(at::kFloat), d32, d_row_weight);
-  return d32.to(gate_up.scalar_type());
+  hand_over(rows.d_value_fp8, d_gate_up, rows.offsets, written);
+  return d_gate_up;
 }
 
 // GPT-OSS' factors on the CPU, fp32: clamped gate, sigmoid(alpha · gate), and clamped up plus 1.
@@ -133,16 +140,37 @@ Tensor clamped_swiglu(const Tensor& gate_up, const Tensor& row_weight, double al
                         })[0];
 }
 
-Tensor swiglu(const Tensor& gate_up, const Tensor& row_weight) {
-  const Tensor x = gate_up.detach().contiguous();
+namespace {
+
+// reader: of the result in fp8, or none.
+ExpertRows activate(const ExpertRows& gate_up, const Tensor& row_weight, const Parameter* reader) {
+  ExpertRows in = gate_up;
+  in.value = gate_up.value.detach().contiguous();
   const Tensor weights = row_weight.defined() ? row_weight.detach().contiguous() : row_weight;
-  check_tensor("swiglu: gate_up", x, kWorkingDtype, {-1, gate_up.size(-1) / 2 * 2});
-  if (weights.defined()) check_tensor("swiglu: row_weight", weights, at::kFloat, {gate_up.size(0)});
+  check_tensor("swiglu: gate_up", in.value, kWorkingDtype, {-1, in.value.size(-1) / 2 * 2});
+  if (weights.defined()) check_tensor("swiglu: row_weight", weights, at::kFloat, {in.value.size(0)});
   const bool weights_differ = row_weight.defined() && row_weight.requires_grad();
-  return differentiable({gate_up, row_weight}, {forward(x, weights)}, [=](const variable_list& d_out) -> variable_list {
+  ExpertRows out{at::empty({in.value.size(0), in.value.size(1) / 2}, in.value.options()), gate_up.offsets};
+  if (reader != nullptr) out.fp8 = make_handover(*reader, Fp8Product::kExpertForward, out.value);
+  const Fp8Matrix written = memory_for(out.fp8, out.value);
+  forward(in.value, weights, out.value, {written.data, written.scale, gate_up.offsets});
+  hand_over(out.fp8, out.value, out.offsets, written);
+  in.fp8 = nullptr;
+  out.value = differentiable({gate_up.value, row_weight}, {out.value}, [=](const variable_list& d) -> variable_list {
     const Tensor d_weights = weights_differ ? at::empty_like(weights) : Tensor();
-    return {backward(x, weights, d_out[0].contiguous(), d_weights), d_weights};
+    return {backward(in, weights, d[0].contiguous(), d_weights), d_weights};
   })[0];
+  return out;
+}
+
+}  // namespace
+
+Tensor swiglu(const Tensor& gate_up, const Tensor& row_weight) {
+  return activate({gate_up, {}}, row_weight, nullptr).value;
+}
+
+ExpertRows swiglu(const ExpertRows& gate_up, const Tensor& row_weight, const Parameter& reader) {
+  return activate(gate_up, row_weight, &reader);
 }
 
 }  // namespace marrow

@@ -1,4 +1,4 @@
-#include "ops/kernel_tools.cuh"
+#include "ops/fp8_rows.cuh"
 
 namespace marrow {
 namespace {
@@ -6,6 +6,25 @@ namespace {
 constexpr int kWarps = 8;  // a warp works on a row
 
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
+
+// up becomes the result.
+template <int kWidth>
+__device__ __forceinline__ void activate(const float (&gate)[kWidth], float (&up)[kWidth], float weight) {
+  for (int j = 0; j < kWidth; ++j) up[j] *= gate[j] * sigmoid(gate[j]) * weight;
+}
+
+// gate and up become their gradients.
+template <int kWidth>
+__device__ __forceinline__ void differentiate(float (&gate)[kWidth], float (&up)[kWidth], const float (&grad)[kWidth],
+                                              float weight, float& dot) {
+  for (int j = 0; j < kWidth; ++j) {
+    const float s = sigmoid(gate[j]);
+    const float silu = gate[j] * s;
+    dot += grad[j] * silu * up[j];
+    gate[j] = grad[j] * weight * up[j] * (s + silu * (1.0f - s));
+    up[j] = grad[j] * weight * silu;
+  }
+}
 
 template <typename T, int kWidth>
 __global__ void forward_kernel(const T* gate_up, const float* row_weight, T* out, int64_t rows, int64_t width) {
@@ -18,7 +37,7 @@ __global__ void forward_kernel(const T* gate_up, const float* row_weight, T* out
     float gate[kWidth], up[kWidth];
     load_pack<kWidth>(gate_row + c, gate);
     load_pack<kWidth>(gate_row + width + c, up);
-    for (int j = 0; j < kWidth; ++j) up[j] *= gate[j] * sigmoid(gate[j]) * weight;
+    activate(gate, up, weight);
     store_pack<kWidth>(out + row * width + c, up);
   }
 }
@@ -38,15 +57,69 @@ __global__ void backward_kernel(const T* gate_up, const float* row_weight, const
     load_pack<kWidth>(gate_row + c, gate);
     load_pack<kWidth>(gate_row + width + c, up);
     load_pack<kWidth>(d_out + row * width + c, grad);
-    for (int j = 0; j < kWidth; ++j) {
-      const float s = sigmoid(gate[j]);
-      const float silu = gate[j] * s;
-      dot += grad[j] * silu * up[j];
-      gate[j] = grad[j] * weight * up[j] * (s + silu * (1.0f - s));
-      up[j] = grad[j] * weight * silu;
-    }
+    differentiate(gate, up, grad, weight, dot);
     store_pack<kWidth>(d_gate_row + c, gate);
     store_pack<kWidth>(d_gate_row + width + c, up);
+  }
+  if (d_row_weight == nullptr) return;
+  dot = lane_sum<32>(dot);
+  if (threadIdx.x == 0) d_row_weight[row] = dot;
+}
+
+constexpr int kPack = 8;  // elements of a lane in the kernels that write fp8 too
+
+__device__ __forceinline__ Pack<bf16, kPack> rounded(const float (&values)[kPack]) {
+  Pack<bf16, kPack> pack;
+  for (int i = 0; i < kPack; ++i) pack.items[i] = static_cast<bf16>(values[i]);
+  return pack;
+}
+
+// As the two above for bf16, with the results' form in fp8: a warp's lanes go on together, past the end with zeros.
+__global__ void forward_fp8(const bf16* gate_up, const float* row_weight, bf16* out,
+                            const __grid_constant__ Fp8RowWriter fp8, int64_t rows, int64_t width) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.y;
+  if (row >= rows) return;
+  const bf16* gate_row = gate_up + row * 2 * width;
+  const float weight = row_weight == nullptr ? 1.0f : row_weight[row];
+  const Fp8Place place = fp8.place(row);
+#pragma unroll 2
+  for (int64_t first = 0; first < width; first += 32 * kPack) {
+    const int64_t c = first + threadIdx.x * kPack;
+    float gate[kPack], up[kPack] = {};
+    if (c < width) {
+      load_pack<kPack>(gate_row + c, gate);
+      load_pack<kPack>(gate_row + width + c, up);
+      activate(gate, up, weight);
+      store_pack<kPack>(out + row * width + c, up);
+    }
+    fp8.write(place, row, c, rounded(up));
+  }
+}
+
+__global__ void backward_fp8(const bf16* gate_up, const float* row_weight, const bf16* d_out, bf16* d_gate_up,
+                             float* d_row_weight, const __grid_constant__ Fp8RowWriter fp8, int64_t rows,
+                             int64_t width) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.y;
+  if (row >= rows) return;
+  const bf16* gate_row = gate_up + row * 2 * width;
+  bf16* d_gate_row = d_gate_up + row * 2 * width;
+  const float weight = row_weight == nullptr ? 1.0f : row_weight[row];
+  const Fp8Place place = fp8.place(row);
+  float dot = 0;
+  for (int64_t first = 0; first < width; first += 32 * kPack) {
+    const int64_t c = first + threadIdx.x * kPack;
+    float gate[kPack] = {}, up[kPack] = {}, grad[kPack];
+    if (c < width) {
+      load_pack<kPack>(gate_row + c, gate);
+      load_pack<kPack>(gate_row + width + c, up);
+      load_pack<kPack>(d_out + row * width + c, grad);
+      differentiate(gate, up, grad, weight, dot);
+      store_pack<kPack>(d_gate_row + c, gate);
+      store_pack<kPack>(d_gate_row + width + c, up);
+    }
+    // Past its end the gate's half must not write into the other's: width is a multiple of blocks, lanes of half warps.
+    fp8.write(place, row, c < width ? c : fp8.columns, rounded(gate));
+    fp8.write(place, row, width + c, rounded(up));
   }
   if (d_row_weight == nullptr) return;
   dot = lane_sum<32>(dot);
@@ -103,7 +176,13 @@ __global__ void clamped_backward(const T* gate_up, const float* row_weight, cons
 
 }  // namespace
 
-void swiglu_forward_cuda(View gate_up, View row_weight, View out) {
+void swiglu_forward_cuda(View gate_up, View row_weight, View out, const Fp8RowsView& fp8) {
+  if (fp8.data.defined()) {
+    forward_fp8<<<blocks_for(out.rows, kWarps), dim3(32, kWarps), 0, current_stream()>>>(
+        gate_up, row_weight, out, Fp8RowWriter(fp8, out.width), out.rows, out.width);
+    MARROW_CUDA_CHECK(cudaGetLastError());
+    return;
+  }
   const bool packs = in_packs(out.width, gate_up, out);
   launch_packs(out.bf16, packs, [&]<typename T, int kWidth>() {
     forward_kernel<T, kWidth><<<blocks_for(out.rows, kWarps), dim3(32, kWarps), 0, current_stream()>>>(
@@ -111,7 +190,15 @@ void swiglu_forward_cuda(View gate_up, View row_weight, View out) {
   });
 }
 
-void swiglu_backward_cuda(View gate_up, View row_weight, View d_out, View d_gate_up, View d_row_weight) {
+void swiglu_backward_cuda(View gate_up, View row_weight, View d_out, View d_gate_up, View d_row_weight,
+                          const Fp8RowsView& fp8) {
+  if (fp8.data.defined()) {
+    backward_fp8<<<blocks_for(d_out.rows, kWarps), dim3(32, kWarps), 0, current_stream()>>>(
+        gate_up, row_weight, d_out, d_gate_up, d_row_weight, Fp8RowWriter(fp8, 2 * d_out.width), d_out.rows,
+        d_out.width);
+    MARROW_CUDA_CHECK(cudaGetLastError());
+    return;
+  }
   const bool packs = in_packs(d_out.width, gate_up, d_out, d_gate_up);
   launch_packs(d_out.bf16, packs, [&]<typename T, int kWidth>() {
     backward_kernel<T, kWidth><<<blocks_for(d_out.rows, kWarps), dim3(32, kWarps), 0, current_stream()>>>(

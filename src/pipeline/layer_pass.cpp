@@ -51,18 +51,20 @@ void LayerPass::run_experts() {
   const int64_t ranks = exchange_ ? options_.experts->size() : 1;
   const ExpertPermutation order = expert_permutation(tokens.experts, routing_.counts.size(1) / ranks);
   const auto out = experts_.forward({tokens.rows, tokens.weights}, [&](const auto& in) {
-    const at::Tensor rows = gather_rows(in[0], order.map, tokens.expert_rows);
+    const ExpertRows rows = gather_expert_rows(in[0], order, tokens.expert_rows, layer_->first_expert_weight());
     if (options_.recompute_cheap) {
-      rows_again_.add({rows}, [tokens = in[0].detach(), map = order.map, count = tokens.expert_rows] {
+      rows_again_.add({rows.value}, [tokens = in[0].detach(), map = order.map, count = tokens.expert_rows] {
         return std::vector{gather_rows(tokens, map, count)};
       });
     }
     const at::Tensor weights = gather_values(in[1], order).narrow(0, 0, tokens.expert_rows);
-    const at::Tensor results = layer_->run_experts(rows, weights, order.offsets, noting(experts_again_));
+    results_ = layer_->run_experts(rows, weights, noting(experts_again_));
     // Here or, where no rank is between, in S5, together with the residual.
-    return std::vector<at::Tensor>{exchange_ ? sum_rows(results, order.map, {}) : results};
+    return std::vector<at::Tensor>{exchange_ ? sum_rows(results_, order.map, {}) : results_.value};
   });
   routing_ = {};
+  results_.value = at::Tensor();
+  if (exchange_) results_ = {};
   rows_of_tokens_ = exchange_ ? exchange_->map() : order.map;
   values_.back() = out[0];
   if (exchange_) exchange_->start_combine(out[0]);
@@ -72,8 +74,9 @@ at::Tensor LayerPass::finish_forward() {
   const at::AutoGradMode keep(at::GradMode::is_enabled() && !options_.recompute);
   if (exchange_) values_.back() = exchange_->finish_combine();
   const auto out = combine_.forward(values_, [&](const auto& in) {
+    results_.value = in[2];
     return std::vector<at::Tensor>{
-        layer_->combine_and_add(in[0], in[1], in[2], rows_of_tokens_, noting(combine_again_))};
+        layer_->combine_and_add(in[0], in[1], std::exchange(results_, {}), rows_of_tokens_, noting(combine_again_))};
   });
   if (options_.recompute_cheap) {
     for (const RecomputeList* list : {&attend_again_, &rows_again_, &experts_again_, &combine_again_}) list->release();

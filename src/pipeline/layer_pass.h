@@ -51,6 +51,7 @@ class LayerPass {
   RouterOutput routing_;
   std::optional<ExpertDispatch> exchange_;
   RowMap rows_of_tokens_;           // of what S5 sums
+  ExpertRows results_;              // from S3 to S5, its value apart from it in values_
   std::vector<at::Tensor> values_;  // on their way from a step to the next
 };
 

@@ -1,0 +1,186 @@
+#include "ops/expert_rows.h"
+
+#include "ops/grouped_linear.h"
+#include "ops/op_test_support.h"
+#include "ops/rows.h"
+#include "ops/swiglu.h"
+
+namespace marrow {
+namespace {
+
+using at::Tensor;
+
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+
+Parameter in_fp8(at::IntArrayRef shape, at::Device device, int64_t seed, bool fp8 = true) {
+  Parameter weight = make_parameter(random_tensor(shape, at::kBFloat16, device, seed, 0.1));
+  if (fp8) weight.fp8 = std::make_shared<Fp8Weight>(/*at_any_size=*/true);
+  return weight;
+}
+
+// What was handed over is, to the bit, what quantize_expert_rows makes of the rows afterwards.
+void expect_handed_over(const std::shared_ptr<Fp8Handover>& handover, const Tensor& rows, const Tensor& offsets) {
+  ASSERT_NE(handover, nullptr);
+  ASSERT_TRUE(handover->of.defined());
+  EXPECT_EQ(handover->of.data_ptr(), rows.data_ptr());
+  const Fp8Matrix got = take_over(handover, rows, offsets), want = quantize_expert_rows(rows, offsets);
+  EXPECT_FALSE(handover->of.defined()) << "the memory is kept";
+  const int64_t real = offsets[-1].item<int64_t>(), blocks = (rows.size(1) + kFp8Block - 1) / kFp8Block;
+  const auto bytes = [&](const Fp8Matrix& matrix) { return matrix.data.view(at::kByte).slice(0, 0, real).cpu(); };
+  const auto scales = [&](const Fp8Matrix& matrix) { return matrix.scale.flatten().slice(0, 0, real * blocks).cpu(); };
+  EXPECT_TRUE(at::equal(bytes(got), bytes(want)));
+  EXPECT_TRUE(tensors_identical(scales(got), scales(want)));
+}
+
+// As training has them, with outliers, with rows that are not finite, and tiny ones.
+std::vector<std::pair<std::string, Tensor>> inputs(int64_t rows, int64_t columns, at::Device device, int64_t seed) {
+  const auto normal = [&] { return random_tensor({rows, columns}, at::kFloat, at::kCPU, seed); };
+  const Tensor outlier = normal(), bad = normal();
+  outlier[rows / 2][1] = 3e4;
+  bad[0][columns - 1] = kNan;
+  bad[rows - 1][0] = std::numeric_limits<double>::infinity();
+  std::vector<std::pair<std::string, Tensor>> all = {
+      {"normal", normal()}, {"outlier", outlier}, {"not finite", bad}, {"tiny", normal() * 1e-34}};
+  for (auto& [name, tensor] : all) tensor = tensor.to(device, at::kBFloat16);
+  return all;
+}
+
+const std::vector<std::vector<int64_t>> kCounts = {{1}, {5, 0, 3, 1}, {0, 131, 0, 7, 17, 0}, {64, 64}, {0, 0, 40}};
+
+TEST(ExpertRows, SwigluHandsOverWhatItMakes) {
+  for (const at::Device device : test_devices()) {
+    for (const int64_t inner : {16, 128, 384, 272, 1040}) {  // 272 and 1040: blocks would reach over the middle
+      for (const auto& counts : kCounts) {
+        const Tensor offsets = at::tensor(counts).cumsum(0).to(device, at::kInt);
+        const int64_t total = offsets[-1].item<int64_t>() + 3;  // three rows of no expert
+        const auto experts = static_cast<int64_t>(counts.size());
+        const Parameter up = in_fp8({experts, 2 * inner, 32}, device, 1),
+                        down = in_fp8({experts, 48, inner}, device, 2);
+        for (const auto& [name, x] : inputs(total, 2 * inner, device, 3)) {
+          SCOPED_TRACE(fmt::format("{} {} inner {} experts {} rows {}", device.str(), name, inner, experts, total));
+          const Tensor leaf = with_grad(x), plain = with_grad(x);
+          const Tensor weight = with_grad(random_tensor({total}, at::kFloat, device, 4)),
+                       plain_weight = with_grad(weight);
+          const Tensor d_out = random_tensor({total, inner}, at::kBFloat16, device, 5);
+          const ExpertRows gate_up{leaf, offsets, nullptr, make_handover(up, Fp8Product::kExpertInputGrad, leaf)};
+          const ExpertRows out = swiglu(gate_up, weight, down);
+          const Tensor want = swiglu(plain, plain_weight);
+          EXPECT_TRUE(tensors_identical(out.value, want));
+          expect_handed_over(out.fp8, out.value, offsets);
+          out.value.backward(d_out);
+          want.backward(d_out);
+          EXPECT_TRUE(tensors_identical(leaf.grad(), plain.grad()));
+          EXPECT_TRUE(tensors_identical(weight.grad(), plain_weight.grad()));
+          expect_handed_over(gate_up.d_value_fp8, leaf.grad(), offsets);
+        }
+      }
+    }
+  }
+}
+
+TEST(ExpertRows, GatherAndTheGradientOfSumHandOverWhatTheyMake) {
+  for (const at::Device device : test_devices()) {
+    for (const int64_t width : {16, 128, 272, 2048, 2320}) {
+      for (const int64_t tokens : {1, 7, 40}) {
+        // Expert 3 is held by nobody here, so that some rows have no pair; expert 1 is chosen by none.
+        const Tensor experts =
+            at::stack({at::arange(tokens).remainder(3).eq(1).to(at::kInt) * 2, at::full({tokens}, 3)}, 1)
+                .to(device, at::kInt);
+        const ExpertPermutation order = expert_permutation(experts.contiguous(), 3);
+        const Parameter weight = in_fp8({3, 32, width}, device, 1);
+        for (const auto& [name, x] : inputs(tokens, width, device, 3)) {
+          SCOPED_TRACE(fmt::format("{} {} width {} tokens {}", device.str(), name, width, tokens));
+          const ExpertRows rows = gather_expert_rows(x, order, 2 * tokens, weight);
+          EXPECT_TRUE(tensors_identical(rows.value, gather_rows(x, order.map, 2 * tokens)));
+          expect_handed_over(rows.fp8, rows.value, order.offsets);
+          const Tensor results = with_grad(at::zeros({2 * tokens, width}, x.options()));
+          const ExpertRows to_sum{results, order.offsets, nullptr, std::make_shared<Fp8Handover>()};
+          sum_rows(to_sum, order.map, {}).backward(x);
+          EXPECT_TRUE(tensors_identical(results.grad(), rows.value));
+          expect_handed_over(to_sum.d_value_fp8, results.grad(), order.offsets);
+        }
+      }
+    }
+  }
+}
+
+struct Layer {
+  Tensor out, dx, d_weights, d_up, d_down;
+};
+
+// The experts of a layer: with what operators hand over, or each product quantising for itself.
+Layer run_layer(at::Device device, bool handing_over, bool fp8 = true) {
+  const int64_t tokens = 50, hidden = 256, inner = 384;
+  const Tensor scores = random_tensor({tokens, 5}, at::kFloat, at::kCPU, 1);
+  const ExpertPermutation order = expert_permutation(std::get<1>(scores.topk(2)).to(device, at::kInt).contiguous(), 5);
+  const Parameter up = in_fp8({5, 2 * inner, hidden}, device, 2, fp8),
+                  down = in_fp8({5, hidden, inner}, device, 3, fp8);
+  const Tensor x = with_grad(random_tensor({tokens, hidden}, at::kBFloat16, device, 4));
+  const Tensor weights = with_grad(random_tensor({2 * tokens}, at::kFloat, device, 5));
+  const Tensor d_out = random_tensor({tokens, hidden}, at::kBFloat16, device, 6);
+  WeightGradQueue queue;
+  Tensor out;
+  if (handing_over) {
+    const ExpertRows rows = gather_expert_rows(x, order, 2 * tokens, up);
+    const ExpertRows gate_up = grouped_linear(rows, up, queue), activated = swiglu(gate_up, weights, down);
+    const ExpertRows results = grouped_linear(activated, down, queue);
+    EXPECT_EQ(results.fp8, nullptr);
+    for (const auto& handover : {rows.fp8, gate_up.d_value_fp8, activated.fp8, results.d_value_fp8}) {
+      EXPECT_EQ(handover != nullptr, fp8);
+    }
+    out = sum_rows(results, order.map, x);
+    out.backward(d_out);
+    for (const auto& handover : {rows.fp8, gate_up.d_value_fp8, activated.fp8, results.d_value_fp8}) {
+      EXPECT_FALSE(handover != nullptr && handover->of.defined()) << "not taken";
+    }
+  } else {
+    const Tensor gate_up = grouped_linear(gather_rows(x, order.map, 2 * tokens), up, order.offsets, queue);
+    out = sum_rows(grouped_linear(swiglu(gate_up, weights), down, order.offsets, queue), order.map, x);
+    out.backward(d_out);
+  }
+  queue.run_all();
+  return {out, x.grad(), weights.grad(), up.grad, down.grad};
+}
+
+TEST(ExpertRows, ALayerIsTheSameToTheBit) {
+  for (const at::Device device : test_devices()) {
+    for (const bool fp8 : {false, true}) {
+      const Layer got = run_layer(device, true, fp8), want = run_layer(device, false, fp8);
+      EXPECT_TRUE(tensors_identical(got.out, want.out));
+      EXPECT_TRUE(tensors_identical(got.dx, want.dx));
+      EXPECT_TRUE(tensors_identical(got.d_weights, want.d_weights));
+      EXPECT_TRUE(tensors_identical(got.d_up, want.d_up));
+      EXPECT_TRUE(tensors_identical(got.d_down, want.d_down));
+    }
+  }
+}
+
+// Products read what was handed over, and only for the very tensor that it was made of.
+TEST(ExpertRows, ProductsTakeTheFormOfTheirRowsAlone) {
+  for (const at::Device device : test_devices()) {
+    const Parameter weight = in_fp8({2, 128, 256}, device, 1);
+    const Tensor offsets = at::tensor({20, 33}).to(device, at::kInt);
+    const Tensor x = random_tensor({33, 256}, at::kBFloat16, device, 2),
+                 dy = random_tensor({33, 128}, at::kBFloat16, device, 3);
+    const auto run = [&](const Tensor& x_form, const Tensor& x_of, const Tensor& d_form, const Tensor& d_of) {
+      WeightGradQueue queue;
+      const Tensor leaf = with_grad(x);
+      const auto form = std::make_shared<Fp8Handover>();
+      *form = {x_of.defined() ? x_of : leaf.detach(), quantize_expert_rows(x_form, offsets)};
+      const ExpertRows out = grouped_linear({leaf, offsets, form}, weight, queue);
+      *out.d_value_fp8 = {d_of, quantize_expert_rows(d_form, offsets)};
+      out.value.backward(dy);
+      return std::pair(out.value.detach(), leaf.grad());
+    };
+    const auto [y, dx] = run(x, {}, dy, dy);
+    const auto [double_y, double_dx] = run(x * 2, {}, dy * 2, dy);
+    EXPECT_TRUE(tensors_identical(double_y, y * 2));
+    EXPECT_TRUE(tensors_identical(double_dx, dx * 2));
+    const auto [same_y, same_dx] = run(x * 2, x * 2, dy * 2, dy.clone());
+    EXPECT_TRUE(tensors_identical(same_y, y));
+    EXPECT_TRUE(tensors_identical(same_dx, dx));
+  }
+}
+
+}  // namespace
+}  // namespace marrow
