@@ -2,14 +2,17 @@
 // limit. GPU sizes are those of Qwen3-30B-A3B with 16,384 tokens, bf16; CPU sizes those of a toy (2,048 tokens, hidden
 // 256, fp32). Forward, input gradient and weight gradient apart where an operator has them apart.
 //   build-gpu/bench_ops [--benchmark_filter=attention]
+//   build-gpu/bench_ops fp8_bounds: from which sizes on products are faster in fp8, for the table in fp8_quantize.cpp
 #include "ops/pch.h"
 // After the precompiled header:
 #include <benchmark/benchmark.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include "fp8_bounds.h"
+#include "measure.h"
 #include "ops/attention.h"
 #include "ops/embedding.h"
-#include "ops/fp8_quantize.h"
+#include "ops/expert_rows.h"
 #include "ops/gated_delta_rule.h"
 #include "ops/gated_rms_norm.h"
 #include "ops/grouped_linear.h"
@@ -23,74 +26,13 @@
 #include "ops/rows.h"
 #include "ops/short_convolution.h"
 #include "ops/swiglu.h"
-#ifdef MARROW_CUDA
-#include <c10/cuda/CUDAStream.h>
-#include <cuda_runtime.h>
-#endif
 
 namespace marrow {
 namespace {
 
 using at::Tensor;
-using Body = std::function<void()>;
 
 constexpr double kBytesPerSecond = 4.8e12, kFlopPerSecond = 989e12;  // an H200's
-constexpr int kRepeats = 10;
-
-struct Sizes {
-  at::Device device = at::kCPU;
-  at::ScalarType dtype = at::kFloat;
-  int64_t sequences = 8, seq_len = 256, hidden = 256, q_heads = 4, kv_heads = 2, head_size = 64;
-  int64_t experts = 16, top_k = 4, intermediate = 256, vocabulary = 512, optimizer_elements = int64_t{1} << 22;
-
-  int64_t tokens() const { return sequences * seq_len; }
-  int64_t rows() const { return tokens() * top_k; }
-  int64_t qkv() const { return (q_heads + 2 * kv_heads) * head_size; }
-  double element() const { return dtype == at::kFloat ? 4 : 2; }
-  double token_bytes() const { return static_cast<double>(tokens() * hidden) * element(); }
-  double row_bytes() const { return static_cast<double>(rows() * hidden) * element(); }
-  Tensor random(at::IntArrayRef shape) const { return at::randn(shape, at::device(device)).mul_(0.05).to(dtype); }
-  Tensor leaf(at::IntArrayRef shape) const { return random(shape).set_requires_grad(true); }
-  Parameter parameter(at::IntArrayRef shape, bool with_grad = true) const {
-    return {"weight", random(shape), with_grad ? at::zeros(shape, at::device(device)) : Tensor()};
-  }
-};
-
-Sizes sizes() {
-#ifdef MARROW_CUDA
-  if (at::hasCUDA() && at::getNumGPUs() > 0) {
-    return {at::Device(at::kCUDA, 0), at::kBFloat16, 4, 4096, 2048, 32, 4, 128, 128, 8, 768, 151936, int64_t{1} << 28};
-  }
-#endif
-  return {};
-}
-
-// Seconds of kRepeats calls of `body`. On the GPU all of them are queued behind work of some milliseconds, so that the
-// host's time is not in it.
-double seconds_of(const Body& body) {
-#ifdef MARROW_CUDA
-  if (sizes().device.is_cuda()) {
-    static const Tensor square = at::randn({8192, 8192}, at::device(at::kCUDA).dtype(at::kBFloat16));
-    const auto stream = c10::cuda::getCurrentCUDAStream().stream();
-    cudaEvent_t begin = nullptr, end = nullptr;
-    cudaEventCreate(&begin);
-    cudaEventCreate(&end);
-    for (int i = 0; i < 4; ++i) at::mm(square, square);
-    cudaEventRecord(begin, stream);
-    for (int i = 0; i < kRepeats; ++i) body();
-    cudaEventRecord(end, stream);
-    cudaEventSynchronize(end);
-    float milliseconds = 0;
-    cudaEventElapsedTime(&milliseconds, begin, end);
-    cudaEventDestroy(begin);
-    cudaEventDestroy(end);
-    return milliseconds * 1e-3;
-  }
-#endif
-  const auto begin = std::chrono::steady_clock::now();
-  for (int i = 0; i < kRepeats; ++i) body();
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-}
 
 enum class Unit { kBytes, kFlops };
 
@@ -281,14 +223,6 @@ void quantize_experts(benchmark::State& state) {
           [&] { quantize_weight(weight); });
 }
 
-// Experts [T, k] as a router from random weights chooses them on natural tokens: the busiest is chosen by nearly every
-// token. `even`: all equally often.
-Tensor choose_experts(const Sizes& s, bool even) {
-  const Tensor noise = at::rand({s.tokens(), s.experts}, at::device(s.device)).log().neg().log().neg();
-  const Tensor rank = at::randperm(s.experts, at::device(s.device)).add(1).to(at::kFloat);
-  return std::get<1>((even ? noise : noise - rank.log()).topk(s.top_k)).to(at::kInt).contiguous();
-}
-
 void grouped(benchmark::State& state, Pass pass, bool down, bool even, bool fp8) {
   const Sizes s = sizes();
   const int64_t n = down ? s.hidden : 2 * s.intermediate, k = down ? s.intermediate : s.hidden;
@@ -318,6 +252,32 @@ void permute(benchmark::State& state) {
   const Sizes s = sizes();
   const Tensor experts = choose_experts(s, false);
   measure(state, Unit::kBytes, static_cast<double>(s.rows()) * 20, [&] { expert_permutation(experts, s.experts); });
+}
+
+// The kernels that make experts' rows and their form in fp8 at once.
+void make_expert_rows_fp8(benchmark::State& state, bool gather, bool backward) {
+  const Sizes s = sizes();
+  const ExpertPermutation order = expert_permutation(choose_experts(s, false), s.experts);
+  const auto in_fp8 = [&](at::IntArrayRef shape) {
+    Parameter weight = s.parameter(shape, false);
+    weight.fp8 = std::make_shared<Fp8Weight>(/*at_any_size=*/true);
+    return weight;
+  };
+  const Parameter up = in_fp8({s.experts, 2 * s.intermediate, s.hidden}),
+                  down = in_fp8({s.experts, s.hidden, s.intermediate});
+  if (gather) {
+    const at::NoGradGuard no_grad;
+    const Tensor x = s.random({s.tokens(), s.hidden});
+    return measure(state, Unit::kBytes, s.row_bytes() * (1 + 1 / s.element()) + s.token_bytes(),
+                   [&] { gather_expert_rows(x, order, s.rows(), up); });
+  }
+  const Tensor x = s.leaf({s.rows(), 2 * s.intermediate}), weight = at::rand({s.rows()}, at::device(s.device));
+  const ExpertRows gate_up{x, order.offsets, nullptr, make_handover(up, Fp8Product::kExpertInputGrad, x)};
+  const auto bytes = static_cast<double>(x.nbytes()), fp8 = static_cast<double>(x.numel());
+  if (backward)
+    return measure(state, Unit::kBytes, 2.5 * bytes + fp8, backward_of({swiglu(gate_up, weight, down).value}, {x}));
+  const at::NoGradGuard no_grad;
+  measure(state, Unit::kBytes, 1.5 * bytes + fp8 / 2, [&] { swiglu(gate_up, weight, down); });
 }
 
 // One is the other's gradient.
@@ -416,6 +376,7 @@ int main(int argc, char** argv) {
   using namespace marrow;
   using benchmark::State;
   at::set_num_threads(1);
+  if (argc > 1 && std::string_view(argv[1]) == "fp8_bounds") return print_fp8_bounds();
   add("embedding forward", embed, false, false);
   add("embedding backward", embed, true, false);
   add("embedding backward deterministic", embed, true, true);
@@ -454,6 +415,9 @@ int main(int argc, char** argv) {
   add("expert_permutation", permute);
   add("gather_rows", move_rows, false);
   add("sum_rows", move_rows, true);
+  add("gather_rows fp8", make_expert_rows_fp8, true, false);
+  add("swiglu forward fp8", make_expert_rows_fp8, false, false);
+  add("swiglu backward fp8", make_expert_rows_fp8, false, true);
   for (const bool even : {false, true}) {
     for (const bool down : {false, true}) {
       for (const bool fp8 : {false, true}) {
