@@ -6,18 +6,8 @@
 namespace marrow {
 namespace {
 
-// Document boundaries, or those of the sequences.
-std::vector<int64_t> segments(const AttentionLayout& layout) {
-  if (!layout.document_offsets.empty()) {
-    return {layout.document_offsets.begin(), layout.document_offsets.end()};
-  }
-  std::vector<int64_t> offsets;
-  for (int64_t s = 0; s <= layout.sequences; ++s) offsets.push_back(s * layout.seq_len);
-  return offsets;
-}
-
 RowAttention visible_rows(const AttentionLayout& layout, double scale) {
-  RowAttention rows{segments(layout), {}, {}, scale};
+  RowAttention rows{segments_of(layout), {}, {}, scale};
   for (size_t i = 1; i < rows.segments.size(); ++i) {
     for (int64_t t = rows.segments[i - 1]; t < rows.segments[i]; ++t) {
       const int64_t first = layout.window == 0 ? 0 : t - layout.window + 1;
@@ -44,6 +34,13 @@ GpuAttention gpu_attention(const Tensor& q, const Tensor& v, const AttentionLayo
 Tensor with_dense_rows(const Tensor& x) { return x.stride(-1) == 1 ? x.detach() : x.detach().contiguous(); }
 
 }  // namespace
+
+std::vector<int64_t> segments_of(const AttentionLayout& layout) {
+  if (!layout.document_offsets.empty()) return {layout.document_offsets.begin(), layout.document_offsets.end()};
+  std::vector<int64_t> offsets;
+  for (int64_t s = 0; s <= layout.sequences; ++s) offsets.push_back(s * layout.seq_len);
+  return offsets;
+}
 
 void check_attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionLayout& layout, int64_t ranks) {
   MARROW_CHECK(q.dim() == 3 && k.dim() == 3 && v.dim() == 3 && q.size(2) == k.size(2) && k.size(1) == v.size(1) &&

@@ -14,6 +14,9 @@ struct AttentionLayout {
   int64_t window = 0;  // keys a row sees, itself included; 0 = no limit
 };
 
+// Document offsets, or those of the sequences.
+std::vector<int64_t> segments_of(const AttentionLayout& layout);
+
 // softmax(q kᵀ · scale) v → [T, Hq, Dv]. Hq is a multiple of Hkv; head h reads k/v head h·Hkv/Hq.
 // Inputs fp32 or bf16 with contiguous last dimension; any token and head stride. On the GPU: bf16
 // by cuDNN, or by ATen's flash kernels with documents, a window or `deterministic` (cuDNN's

@@ -1,6 +1,7 @@
 #include "ops/attention_kernels.h"
 
 #include "ops/cpu_math.h"
+#include "ops/device.h"
 #include "ops/op_tools.h"
 
 namespace marrow {
@@ -191,10 +192,7 @@ void add_sink_gradient(const Tensor& grad, const Tensor& sinks, const Tensor& ou
 void GpuAttention::set_pieces(const std::vector<int32_t>& offsets, at::Device device) {
   longest = 1;
   for (size_t i = 1; i < offsets.size(); ++i) longest = std::max<int64_t>(longest, offsets[i] - offsets[i - 1]);
-  const Tensor host =
-      at::empty({static_cast<int64_t>(offsets.size())}, at::TensorOptions(at::kInt).pinned_memory(true));
-  std::copy(offsets.begin(), offsets.end(), ints(host));
-  pieces = host.to(device, /*non_blocking=*/true);
+  pieces = to_device(offsets, device);
 }
 
 bool needs_flash(const Tensor& q, const Tensor& v, bool masked, bool deterministic) {

@@ -41,29 +41,25 @@ bool gpu_available() {
 #endif
 }
 
-int64_t peak_memory_bytes(at::Device device) {
+int64_t peak_memory_bytes([[maybe_unused]] at::Device device) {
 #ifdef MARROW_CUDA
   if (device.is_cuda()) {
     const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(std::max<int>(device.index(), 0));
     return stats.reserved_bytes[0].peak;
   }
-#else
-  (void)device;
 #endif
   rusage usage{};
   getrusage(RUSAGE_SELF, &usage);
   return int64_t{usage.ru_maxrss} * 1024;
 }
 
-int64_t available_memory_bytes(at::Device device) {
+int64_t available_memory_bytes([[maybe_unused]] at::Device device) {
 #ifdef MARROW_CUDA
   if (device.is_cuda()) {
     size_t free = 0, total = 0;
     C10_CUDA_CHECK(cudaMemGetInfo(&free, &total));
     return static_cast<int64_t>(free);
   }
-#else
-  (void)device;
 #endif
   std::ifstream file("/proc/meminfo");
   for (std::string line; std::getline(file, line);) {

@@ -28,6 +28,15 @@ int64_t available_memory_bytes(at::Device device);  // that a program could stil
 // Threads of operators on the CPU: `wanted`, or with 0 the cores divided by `ranks`.
 void set_cpu_threads(int64_t wanted, int64_t ranks);
 
+// [n] on the device. The copy is queued, and waits for nothing.
+template <typename T>
+at::Tensor to_device(const std::vector<T>& values, at::Device device) {
+  const auto type = at::TensorOptions().dtype(c10::CppTypeToScalarType<T>::value).pinned_memory(device.is_cuda());
+  const at::Tensor host = at::empty({std::ssize(values)}, type);
+  std::ranges::copy(values, host.data_ptr<T>());
+  return device.is_cuda() ? host.to(device, /*non_blocking=*/true) : host;
+}
+
 // A copy of a small device tensor on its way to the host. `values` waits for it.
 class DeferredValues {
  public:

@@ -160,16 +160,10 @@ RouterOutput router(const Tensor& x, const Parameter& weight, const Tensor& sele
   MARROW_CHECK(groups > 0 && x.size(0) % groups == 0, ExitCode::kUsage,
                Fix("make the tokens of a micro-batch a multiple of its sequences"),
                "{}: {} tokens do not divide into {} groups", weight.name, x.size(0), groups);
-  const RouterShape shape{x.size(0),
-                          w.size(0),
-                          options.top_k,
-                          groups,
-                          options.normalize,
-                          options.forced,
-                          static_cast<float>(options.scale),
-                          options.sigmoid,
-                          options.expert_groups,
-                          options.top_groups};
+  const auto& o = options;
+  const RouterShape shape{
+      x.size(0), w.size(0),       o.top_k,     groups, o.normalize, o.forced, static_cast<float>(o.scale),
+      o.sigmoid, o.expert_groups, o.top_groups};
   const Tensor in = x.detach();
   auto [out, logits, lse] = (x.is_cuda() ? route_gpu : route_cpu)(in, w, bias.value, selection_bias, shape);
   BackwardInputs saved{in, w, logits, lse, out.experts, out.weights, {}, {}};

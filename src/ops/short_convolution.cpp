@@ -58,16 +58,9 @@ Tensor all_rows(const Inputs& in) {
 ShortConvolutionArgs cuda_args(const Inputs& in) {
   const auto data = [](const Tensor& x) -> const void* { return x.defined() ? x.data_ptr() : nullptr; };
   const int64_t part = std::max<int64_t>(16, (in.tokens() + kConvolutionParts - 1) / kConvolutionParts);
-  return {data(in.x),
-          data(in.weight),
-          data(in.halo),
-          ints(in.starts),
-          in.tokens(),
-          in.channels(),
-          in.taps(),
-          in.segments(),
-          (in.tokens() + part - 1) / part,
-          part};
+  const int64_t parts = (in.tokens() + part - 1) / part;
+  return {data(in.x),    data(in.weight), data(in.halo), ints(in.starts), in.tokens(),
+          in.channels(), in.taps(),       in.segments(), parts,           part};
 }
 
 Tensor forward(const Inputs& in) {

@@ -22,13 +22,6 @@ struct Zigzag {
   }
 };
 
-std::vector<int64_t> documents_of(const AttentionLayout& layout) {
-  if (!layout.document_offsets.empty()) return {layout.document_offsets.begin(), layout.document_offsets.end()};
-  std::vector<int64_t> offsets;
-  for (int64_t s = 0; s <= layout.sequences; ++s) offsets.push_back(s * layout.seq_len);
-  return offsets;
-}
-
 // Where c's rows attend among themselves: chunks, cut by documents. Offsets of its rows, none twice.
 std::vector<int32_t> own_pieces(const AttentionLayout& layout, const Zigzag& zigzag, int64_t c) {
   std::vector<int32_t> pieces;
@@ -45,7 +38,7 @@ std::vector<int32_t> own_pieces(const AttentionLayout& layout, const Zigzag& zig
 // Only the document that both are in counts; all its keys are in the past.
 std::optional<RingBlock> band(const AttentionLayout& layout, int64_t chunk, int64_t query, int64_t key) {
   const int64_t window = layout.window;
-  const std::vector<int64_t> documents = documents_of(layout);
+  const std::vector<int64_t> documents = segments_of(layout);
   const auto end = std::upper_bound(documents.begin(), documents.end(), query);
   const int64_t k_end = key + chunk;
   const int64_t k_begin = std::max({key, *(end - 1), window > 0 ? query - window + 1 : 0});
@@ -237,7 +230,7 @@ std::vector<int64_t> zigzag_positions(int64_t seq_len, int64_t cp, int64_t c) {
 
 RowAttention ring_rows(const AttentionLayout& layout, int64_t cp, int64_t c, int64_t peer, double scale) {
   const Zigzag zigzag(layout.seq_len, cp);
-  const std::vector<int64_t> documents = documents_of(layout), positions = zigzag_positions(layout.seq_len, cp, c);
+  const std::vector<int64_t> documents = segments_of(layout), positions = zigzag_positions(layout.seq_len, cp, c);
   RowAttention rows;
   rows.scale = scale;
   for (const int64_t offset : documents) rows.segments.push_back(zigzag.rows_before(offset, c));

@@ -1,20 +1,12 @@
 #include "parallel/context_delta_rule.h"
 
+#include "ops/device.h"
 #include "ops/gated_delta_rule.h"
 #include "ops/op_tools.h"
 #include "ops/short_convolution.h"
 
 namespace marrow {
 namespace {
-
-template <typename T>
-Tensor to_device(const std::vector<T>& values, at::Device device) {
-  const at::ScalarType type = sizeof(T) == 4 ? at::kInt : at::kLong;
-  const Tensor host =
-      at::empty({static_cast<int64_t>(values.size())}, at::TensorOptions().dtype(type).pinned_memory(device.is_cuda()));
-  std::copy(values.begin(), values.end(), host.data_ptr<T>());
-  return device.is_cuda() ? host.to(device, /*non_blocking=*/true) : host;
-}
 
 // A rank's rows as segments: its chunks of each sequence, cut where a document begins.
 struct Segments {

@@ -1,18 +1,9 @@
 #include "pipeline/micro_batch.h"
 
+#include "ops/device.h"
 #include "parallel/context_attention.h"
 
 namespace marrow {
-namespace {
-
-at::Tensor to_device(std::span<const int32_t> values, at::Device device) {
-  const at::Tensor host = at::empty({static_cast<int64_t>(values.size())},
-                                    at::TensorOptions().dtype(at::kInt).pinned_memory(device.is_cuda()));
-  std::copy(values.begin(), values.end(), host.data_ptr<int32_t>());
-  return device.is_cuda() ? host.to(device, /*non_blocking=*/true) : host;
-}
-
-}  // namespace
 
 MicroBatch make_micro_batch(std::span<const int32_t> tokens, std::span<const int32_t> targets,
                             std::span<const int32_t> document_start, int64_t sequences, int64_t seq_len, bool documents,
