@@ -69,18 +69,6 @@ std::vector<float> backward_cpu(const QkNormRopeArgs& args, const Tensor& dq, co
 
 Tensor in_fp32(const Tensor& x) { return x.to(at::kFloat); }
 
-void check_positions(const RopeTable& table, const Tensor& positions, int64_t tokens, int64_t size) {
-  check_tensor("the rotary table's cos", table.cos, at::kFloat, {-1, size / 2});
-  check_tensor("the rotary table's sin", table.sin, at::kFloat, {-1, size / 2});
-  check_tensor("positions", positions, at::kInt, {tokens});
-  for (int64_t t = 0; positions.is_cpu() && t < tokens; ++t) {
-    const int32_t position = ints(positions)[t];
-    MARROW_CHECK(position >= 0 && position < table.cos.size(0), ExitCode::kUsage,
-                 Fix("lower data.seq_len to max_position_embeddings of config.json"),
-                 "position {} of token {} is outside of the rotary table's {} rows", position, t, table.cos.size(0));
-  }
-}
-
 // v [T, Hkv, D] of qkv: a tensor of its own on qkv's memory, no view: it gets a gradient of its own.
 Tensor value_heads(const Tensor& qkv, int64_t kv_heads, int64_t size) {
   Tensor v = at::empty({0}, qkv.options());
@@ -102,6 +90,18 @@ void rotate_heads(const Tensor& heads, const RopeTable& table, const Tensor& pos
 }
 
 }  // namespace
+
+void check_positions(const RopeTable& table, const Tensor& positions, int64_t tokens, int64_t size) {
+  check_tensor("the rotary table's cos", table.cos, at::kFloat, {-1, size / 2});
+  check_tensor("the rotary table's sin", table.sin, at::kFloat, {-1, size / 2});
+  check_tensor("positions", positions, at::kInt, {tokens});
+  for (int64_t t = 0; positions.is_cpu() && t < tokens; ++t) {
+    const int32_t position = ints(positions)[t];
+    MARROW_CHECK(position >= 0 && position < table.cos.size(0), ExitCode::kUsage,
+                 Fix("lower data.seq_len to max_position_embeddings of config.json"),
+                 "position {} of token {} is outside of the rotary table's {} rows", position, t, table.cos.size(0));
+  }
+}
 
 std::vector<double> rope_inverse_frequencies(double theta, int64_t dim) {
   std::vector<double> frequencies;

@@ -25,6 +25,9 @@ std::vector<double> yarn_inverse_frequencies(double theta, int64_t dim, const Ya
 RopeTable make_rope_table(std::span<const double> inverse_frequencies, int64_t positions, double scale,
                           at::Device device);
 
+// Throws unless the table is one for heads of `size`, and has a row for each of the positions (checked on the CPU).
+void check_positions(const RopeTable& table, const at::Tensor& positions, int64_t tokens, int64_t size);
+
 // Splits qkv into q [T, Hq, D], k [T, Hkv, D] and v [T, Hkv, D]; q and k are normed per head
 // (statistics in fp32) and rotated, element i paired with i + D/2. v is a view of qkv's memory, so
 // its row stride is (Hq + 2·Hkv)·D. Saves qkv; the backward writes one gradient of its shape, and
