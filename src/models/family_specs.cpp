@@ -21,6 +21,11 @@ ParameterSpec constant_spec(std::string name, std::vector<int64_t> shape, std::s
   return spec;
 }
 
+ParameterSpec adamw(ParameterSpec spec) {
+  spec.rule = UpdateRule::kAdamW;
+  return spec;
+}
+
 void add_mlp_specs(std::vector<ParameterSpec>& specs, const std::string& own, const std::vector<std::string>& hubs,
                    int64_t hidden, int64_t inner, bool expert, double deviation) {
   ParameterSpec gate_up = matrix_spec(own + "gate_up", {2 * inner, hidden}, "", deviation);

@@ -10,6 +10,9 @@ ParameterSpec matrix_spec(std::string name, std::vector<int64_t> shape, std::str
 // What weight decay and Muon leave alone, norms and biases above all; constant at first.
 ParameterSpec constant_spec(std::string name, std::vector<int64_t> shape, std::string hub_name, float value);
 
+// Embedding, head, routers and gates: AdamW updates them under Muon, too.
+ParameterSpec adamw(ParameterSpec spec);
+
 // OWNgate_up [2I, H] and OWNdown [H, I] of an MLP. `expert`: [E, 2I, H] and [E, H, I], stacked of the experts whose
 // Hub names begin with `hubs`.
 void add_mlp_specs(std::vector<ParameterSpec>& specs, const std::string& own, const std::vector<std::string>& hubs,

@@ -3,7 +3,7 @@
 #include <filesystem>
 #include <set>
 
-#include "models/model_contract.h"
+#include "models/config_fields.h"
 
 namespace marrow {
 namespace fs = std::filesystem;
@@ -54,26 +54,20 @@ std::string default_architecture(const Json& config) {
 
 // RoPE in both styles: rope_theta and rope_scaling (null without any) of old, rope_parameters since transformers 5.
 void decide_rope(const Json& config, std::map<std::string, std::string>& fields) {
-  const auto object = [&](const char* key) { return config.has(key) && !config.at(key).is_null(); };
-  const bool current = object("rope_parameters");
-  const std::string theta = (config.has("rope_theta") ? config : config.at("rope_parameters")).at("rope_theta").dump();
-  fields["rope_theta"] = theta;
-  std::string type = "\"default\"";
+  const Json rope = rope_parameters(config);
+  const std::string type = rope.string_or("rope_type", "default");
   JsonWriter parameters, scaling;
-  parameters.raw("rope_theta", theta);
-  if (current || object("rope_scaling")) {
-    for (const auto& [key, value] : config.at(current ? "rope_parameters" : "rope_scaling").items()) {
-      if (key == "type" || key == "rope_type") type = value.dump();
-      if (key == "type" || key == "rope_type" || key == "rope_theta") continue;
-      parameters.raw(key, value.dump());
-      scaling.raw(key, value.dump());
-    }
+  for (const auto& [key, value] : rope.items()) {
+    if (key == "rope_type") continue;
+    parameters.raw(key, value.dump());
+    if (key != "rope_theta") scaling.raw(key, value.dump());
   }
-  if (current && config.at("rope_parameters").has("partial_rotary_factor")) {  // readers differ on which they take
-    fields["partial_rotary_factor"] = config.at("rope_parameters").at("partial_rotary_factor").dump();
+  fields["rope_theta"] = rope.at("rope_theta").dump();
+  if (!given(config, "rope_parameters")) fields["rope_parameters"] = parameters.field("rope_type", type).text();
+  if (!given(config, "rope_scaling") && type != "default") fields["rope_scaling"] = scaling.field("type", type).text();
+  if (rope.has("partial_rotary_factor")) {  // readers differ on which they take
+    fields["partial_rotary_factor"] = rope.at("partial_rotary_factor").dump();
   }
-  if (!current) fields["rope_parameters"] = parameters.raw("rope_type", type).text();
-  if (!object("rope_scaling") && type != "\"default\"") fields["rope_scaling"] = scaling.raw("type", type).text();
 }
 
 // Fields in which the Hub's styles differ, both written, and those that an export decides; as JSON.

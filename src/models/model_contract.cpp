@@ -1,11 +1,47 @@
 #include "models/model_contract.h"
 
-#include "models/deepseek_v2.h"
-#include "models/gpt_oss.h"
-#include "models/qwen3_5_moe.h"
-#include "models/qwen3_moe.h"
+#include "models/families.h"
+#include "models/family_specs.h"
+#include "ops/rms_norm.h"
 
 namespace marrow {
+
+std::vector<ParameterSpec> MoeModel::embedding_specs() const {
+  const ModelShape& s = shape();
+  return {adamw(matrix_spec("embedding", {s.vocab, s.hidden}, "model.embed_tokens.weight", s.initializer_range))};
+}
+
+std::vector<ParameterSpec> MoeModel::head_specs() const {
+  const ModelShape& s = shape();
+  const float factor = 1 - static_cast<float>(s.norm_offset);
+  std::vector<ParameterSpec> specs{constant_spec("final_norm", {s.hidden}, "model.norm.weight", factor)};
+  if (s.tied_embeddings) return specs;
+  specs.push_back(adamw(matrix_spec("head", {s.vocab, s.hidden}, "lm_head.weight", s.initializer_range)));
+  return specs;
+}
+
+at::Tensor MoeModel::final_norm(const at::Tensor& hidden, const ParameterTable& table) const {
+  return rms_norm(hidden, table.at("final_norm"), shape().rms_norm_eps, shape().norm_offset);
+}
+
+double MoeModel::forward_flops_per_token(int64_t seq_len) const {
+  const double head = 2.0 * static_cast<double>(shape().hidden * shape().vocab);
+  double flops = head + mixing_flops_per_token(seq_len);
+  for (int64_t layer = 0; layer < shape().layers; ++layer) {
+    flops += product_flops_per_token(layer_specs(layer), shape());
+  }
+  return flops;
+}
+
+double product_flops_per_token(const std::vector<ParameterSpec>& specs, const ModelShape& shape) {
+  double flops = 0;
+  for (const ParameterSpec& spec : specs) {
+    if (!spec.decay) continue;  // a vector, or a convolution's filters
+    const double share = spec.expert ? static_cast<double>(shape.top_k) / static_cast<double>(shape.experts) : 1;
+    for (const HubTensor& part : spec.parts) flops += 2 * share * static_cast<double>(part.elements());
+  }
+  return flops;
+}
 
 namespace {
 

@@ -30,6 +30,7 @@ struct ModelShape {
   int64_t experts = 0;  // E
   int64_t top_k = 0;    // k
   double rms_norm_eps = 1e-6;
+  double norm_offset = 0;  // what norms add to their weights: 1 where these say how far a factor is from 1
   double initializer_range = 0.02;
   double router_aux_loss_coef = 1e-3;  // coef of the balance loss unless [router] sets it
   bool tied_embeddings = false;
@@ -91,17 +92,24 @@ class MoeModel {
  public:
   virtual ~MoeModel() = default;
   virtual const ModelShape& shape() const = 0;
-  virtual std::vector<ParameterSpec> embedding_specs() const = 0;  // "embedding"
   virtual std::vector<ParameterSpec> layer_specs(int64_t layer) const = 0;
-  virtual std::vector<ParameterSpec> head_specs() const = 0;  // "final_norm", "head" unless tied
   virtual std::unique_ptr<DecoderLayer> make_layer(int64_t layer, const ParameterTable&, at::Device) const = 0;
-  // Normalises the last layer's output [T, H] before the head.
-  virtual at::Tensor final_norm(const at::Tensor& hidden, const ParameterTable&) const = 0;
-  // Floating-point operations of one token's forward matrix products, causal attention at half.
-  virtual double forward_flops_per_token(int64_t seq_len) const = 0;
+  // Floating-point operations of one token's forward beside its products with weights, all layers together: attention,
+  // causal at half, and recurrences.
+  virtual double mixing_flops_per_token(int64_t seq_len) const = 0;
   // `element`: bytes of an activation's element.
   virtual ActivationBytes activation_bytes(int64_t layer, int64_t element) const = 0;
+
+  // Both ends, alike in all families.
+  std::vector<ParameterSpec> embedding_specs() const;  // "embedding"
+  std::vector<ParameterSpec> head_specs() const;       // "final_norm", "head" unless tied
+  // Normalises the last layer's output [T, H] before the head.
+  at::Tensor final_norm(const at::Tensor& hidden, const ParameterTable&) const;
+  double forward_flops_per_token(int64_t seq_len) const;
 };
+
+// Floating-point operations of one token's products with these weights, the experts' that it does not choose left out.
+double product_flops_per_token(const std::vector<ParameterSpec>& specs, const ModelShape& shape);
 
 // The family of a Hugging Face config.json, decided by its model_type. Every option that the family
 // has but marrow lacks is an error (kUsage) that names it.

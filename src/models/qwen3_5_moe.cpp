@@ -1,17 +1,17 @@
-#include "models/qwen3_5_moe.h"
-
+// Qwen3.5-MoE, its language model (model_type qwen3_5_moe_text, or the text_config of a qwen3_5_moe): gated DeltaNet
+// layers mixed with gated full attention, a shared expert behind a gate, norms that store how far their factors are
+// from 1.
 #include "models/config_fields.h"
+#include "models/families.h"
 #include "models/family_specs.h"
 #include "models/key_value_cache.h"
+#include "models/layer_operators.h"
 #include "ops/gated_rms_norm.h"
-#include "ops/grouped_linear.h"
 #include "ops/linear.h"
 #include "ops/op_tools.h"
 #include "ops/qk_norm_rope.h"
 #include "ops/rms_norm.h"
 #include "ops/rows.h"
-#include "ops/swiglu.h"
-#include "parallel/context_attention.h"
 #include "parallel/context_delta_rule.h"
 
 namespace marrow {
@@ -40,53 +40,26 @@ struct Qwen35MoeConfig {
   int64_t channels() const { return 2 * keys() + values(); }  // C, what the convolution sees
 };
 
-[[noreturn]] void refuse(const Json& value, const std::string& supported) {
-  value.fail(fmt::format("{} is not supported for qwen3_5_moe", value.dump()),
-             Fix(fmt::format("set it to {}", supported)));
-}
-
 void refuse_unsupported(const Json& config) {
-  const auto must_be = [&](const char* key, const char* supported) {
-    if (given(config, key) && config.at(key).dump() != supported) refuse(config.at(key), supported);
-  };
-  must_be("hidden_act", "\"silu\"");
-  must_be("attention_bias", "false");
-  must_be("attn_output_gate", "true");
-  must_be("norm_topk_prob", "true");
-  must_be("decoder_sparse_step", "1");
-  must_be("mlp_only_layers", "[]");
-  must_be("mamba_ssm_dtype", "\"float32\"");
-  must_be("rope_scaling", "null");
-  if (config.double_or("attention_dropout", 0.0) != 0.0) refuse(config.at("attention_dropout"), "0");
-  if (given(config, "quantization_config")) {
-    config.at("quantization_config").fail("quantised weights are not supported", Fix("convert the model to bf16"));
-  }
-}
-
-// A number of rope_parameters, or of old one of the config itself.
-double rope_number(const Json& config, const char* key) {
-  const bool inside = given(config, "rope_parameters") && config.at("rope_parameters").has(key);
-  return (inside ? config.at("rope_parameters") : config).at(key).as_double();
+  check_is(config, "attention_bias", "false");
+  check_is(config, "attn_output_gate", "true");
+  check_is(config, "norm_topk_prob", "true");
+  check_is(config, "decoder_sparse_step", "1");
+  check_is(config, "mlp_only_layers", "[]");
+  check_is(config, "mamba_ssm_dtype", "\"float32\"");
+  refuse_quantised(config);
 }
 
 void read_rope(const Json& config, Qwen35MoeConfig& c) {
-  constexpr std::array kKnown{"rope_type",        "type", "rope_theta", "partial_rotary_factor", "mrope_section",
-                              "mrope_interleaved"};  // the last two turn images alone
-  if (given(config, "rope_parameters")) {
-    for (const auto& [key, value] : config.at("rope_parameters").items()) {
-      if (std::ranges::find(kKnown, key) == kKnown.end() && !value.is_null()) {
-        value.fail("this option of RoPE is not supported for qwen3_5_moe", Fix("remove it, if the weights allow"));
-      }
-      if (key.ends_with("type") && value.dump() != "\"default\"") refuse(value, "\"default\"");
-    }
-  }
-  c.rope_theta = rope_number(config, "rope_theta");
+  const Json rope = rope_parameters(config);
+  check_is(rope, "rope_type", "\"default\"");
+  // The last two turn images alone.
+  check_known(rope, {"rope_type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"});
+  c.rope_theta = rope.at("rope_theta").as_double();
   check_within(config, "rope_theta", c.rope_theta, 1 + 1e-9, 1e12);
-  if (config.double_or("rope_theta", c.rope_theta) != c.rope_theta) {
-    refuse(config.at("rope_theta"), json_text(c.rope_theta) + ", as in rope_parameters");
-  }
   // transformers writes 0.25 outside of rope_parameters, whatever stands in there.
-  const double share = rope_number(config, "partial_rotary_factor");
+  const bool inside = rope.has("partial_rotary_factor");
+  const double share = (inside ? rope : config).at("partial_rotary_factor").as_double();
   check_within(config, "partial_rotary_factor", share, 0, 1);
   c.rotary_size = static_cast<int64_t>(static_cast<double>(c.head_size) * share);
   if (c.rotary_size < 2 || c.rotary_size % 2 != 0) {
@@ -96,46 +69,21 @@ void read_rope(const Json& config, Qwen35MoeConfig& c) {
   }
 }
 
-std::vector<bool> read_layer_types(const Json& config, int64_t layers) {
+std::vector<bool> read_full_attention(const Json& config, int64_t layers) {
+  if (given(config, "layer_types")) return read_layer_types(config, layers, "full_attention", "linear_attention");
+  const int64_t interval = size_of(config, "full_attention_interval");
   std::vector<bool> full;
-  if (!given(config, "layer_types")) {
-    const int64_t interval = size_of(config, "full_attention_interval");
-    for (int64_t layer = 0; layer < layers; ++layer) full.push_back((layer + 1) % interval == 0);
-    return full;
-  }
-  const Json types = config.at("layer_types");
-  if (static_cast<int64_t>(types.size()) != layers) {
-    types.fail(fmt::format("{} entries for {} layers", types.size(), layers), Fix("give one entry a layer"));
-  }
-  for (const Json& type : types.elements()) {
-    full.push_back(type.as_string() == "full_attention");
-    if (!full.back() && type.as_string() != "linear_attention") {
-      refuse(type, "\"linear_attention\" or \"full_attention\"");
-    }
-  }
+  for (int64_t layer = 0; layer < layers; ++layer) full.push_back((layer + 1) % interval == 0);
   return full;
 }
 
 Qwen35MoeConfig read_config(const Json& config) {
   refuse_unsupported(config);
   Qwen35MoeConfig c;
-  c.shape.layers = size_of(config, "num_hidden_layers", 1000);
-  c.shape.hidden = size_of(config, "hidden_size");
-  c.shape.vocab = size_of(config, "vocab_size");
-  c.shape.max_position = size_of(config, "max_position_embeddings");
-  const char* experts_key = config.has("num_experts") ? "num_experts" : "num_local_experts";
-  c.shape.experts = size_of(config, experts_key, 1e5);
-  if (config.int_or("num_local_experts", c.shape.experts) != c.shape.experts) {
-    refuse(config.at("num_local_experts"), fmt::format("{}, as num_experts", c.shape.experts));
-  }
+  c.shape = read_shape(config);
+  c.shape.norm_offset = kCentre;
+  c.shape.experts = read_experts(config);
   c.shape.top_k = size_of(config, "num_experts_per_tok", static_cast<double>(c.shape.experts));
-  c.shape.rms_norm_eps = config.at("rms_norm_eps").as_double();
-  check_within(config, "rms_norm_eps", c.shape.rms_norm_eps, 1e-12, 0.1);
-  c.shape.initializer_range = config.double_or("initializer_range", 0.02);
-  check_within(config, "initializer_range", c.shape.initializer_range, 1e-9, 10);
-  c.shape.router_aux_loss_coef = config.double_or("router_aux_loss_coef", 1e-3);
-  check_within(config, "router_aux_loss_coef", c.shape.router_aux_loss_coef, 0, 1e3);
-  c.shape.tied_embeddings = config.bool_or("tie_word_embeddings", false);
   c.heads = size_of(config, "num_attention_heads");
   c.kv_heads = size_of(config, "num_key_value_heads");
   check_divides(config, "num_attention_heads", "num_key_value_heads");
@@ -148,7 +96,7 @@ Qwen35MoeConfig read_config(const Json& config) {
   c.kernel = size_of(config, "linear_conv_kernel_dim", 4);
   c.intermediate = size_of(config, "moe_intermediate_size");
   c.shared_inner = size_of(config, "shared_expert_intermediate_size");
-  c.full_attention = read_layer_types(config, c.shape.layers);
+  c.full_attention = read_full_attention(config, c.shape.layers);
   read_rope(config, c);
   return c;
 }
@@ -168,80 +116,40 @@ at::Tensor log_decay(const at::Tensor& a,         // [T, Hv]
   })[0];
 }
 
-std::string own_prefix(int64_t layer) { return fmt::format("layers.{}.", layer); }
-
 class Qwen35MoeLayer final : public DecoderLayer {
  public:
   Qwen35MoeLayer(const Qwen35MoeConfig& config, int64_t layer, const ParameterTable& table, RopeTable rope)
-      : config_(config), layer_(layer), rope_(std::move(rope)) {
-    const auto get = [&](const char* name) { return table.at(own_prefix(layer) + name); };
-    input_norm_ = get("input_norm");
-    input_ = get("input");
-    output_ = get("output");
-    if (config.full_attention[layer]) {
-      q_norm_ = get("q_norm");
-      k_norm_ = get("k_norm");
-    } else {
-      convolution_ = get("convolution");
-      a_log_ = get("a_log");
-      dt_bias_ = get("dt_bias");
-      value_norm_ = get("value_norm");
-    }
-    post_norm_ = get("post_norm");
-    router_ = get("router");
-    shared_gate_ = get("shared.gate");
-    shared_gate_up_ = get("shared.gate_up");
-    shared_down_ = get("shared.down");
-    gate_up_ = get("experts.gate_up");
-    down_ = get("experts.down");
-  }
+      : config_(config), layer_(layer), rope_(std::move(rope)), of_{table, layer} {}
 
   RoutedTokens attend_and_route(const at::Tensor& hidden, const LayerContext& context) const override {
     const double eps = config_.shape.rms_norm_eps;
-    const at::Tensor normed = rms_norm(hidden, input_norm_, eps, kCentre);
-    if (context.recompute != nullptr) {
-      context.recompute->add({normed}, [=, this] { return std::vector{rms_norm(hidden, input_norm_, eps, kCentre)}; });
-    }
-    const at::Tensor mixed = config_.full_attention[layer_] ? attend(normed, context) : recur(normed, context);
-    auto [residual, post] =
-        add_rms_norm(linear(mixed, output_, *context.weight_grads), hidden, post_norm_, eps, kCentre);
+    const at::Tensor normed = cheap(context, [=, this] { return rms_norm(hidden, input_norm_, eps, kCentre); });
+    const at::Tensor mixed = config_.full_attention[layer_] ? attend_fully(normed, context) : recur(normed, context);
+    const at::Tensor projected = linear(mixed, output_, *context.weight_grads);
+    auto [residual, post] = add_rms_norm(projected, hidden, post_norm_, eps, kCentre);
     RouterOptions options;
     options.top_k = config_.shape.top_k;
-    options.normalize = true;
-    options.forced = context.forced_routing;
-    RouterOutput routing = router(post, router_, context.selection_bias, context.balance_groups, options,
-                                  context.balance, *context.weight_grads);
-    return {std::move(residual), std::move(post), std::move(routing)};
+    return {residual, post, route(context, post, router_, options)};
   }
 
   const Parameter& first_expert_weight() const override { return gate_up_; }
 
   ExpertRows run_experts(const ExpertRows& rows, const at::Tensor& row_weights,
                          const LayerContext& context) const override {
-    const ExpertRows gate_up = grouped_linear(rows, gate_up_, *context.weight_grads);
-    const ExpertRows activated = swiglu(gate_up, row_weights, down_);
-    if (context.recompute != nullptr) {
-      context.recompute->add({activated.value}, [=] { return std::vector{swiglu(gate_up.value, row_weights)}; });
-    }
-    return grouped_linear(activated, down_, *context.weight_grads);
+    return swiglu_experts(context, rows, row_weights, gate_up_, down_);
   }
 
   // The shared expert reads what the router read, and so does the gate before it.
   at::Tensor combine_and_add(const at::Tensor& residual, const at::Tensor& normed, const ExpertRows& rows,
                              const RowMap& map, const LayerContext& context) const override {
-    WeightGradQueue& queue = *context.weight_grads;
-    const at::Tensor gate_up = linear(normed, shared_gate_up_, queue);
-    const at::Tensor activated = swiglu(gate_up);
-    if (context.recompute != nullptr) {
-      context.recompute->add({activated}, [=] { return std::vector{swiglu(gate_up)}; });
-    }
-    const at::Tensor gate = linear(normed, shared_gate_, queue).sigmoid();
-    return sum_rows(rows, map, residual + gate * linear(activated, shared_down_, queue));
+    const at::Tensor shared = swiglu_mlp(context, normed, shared_gate_up_, shared_down_);
+    const at::Tensor gate = linear(normed, shared_gate_, *context.weight_grads).sigmoid();
+    return sum_rows(rows, map, residual + gate * shared);
   }
 
  private:
   // Gated full attention → [T, Hq·D].
-  at::Tensor attend(const at::Tensor& normed, const LayerContext& context) const {
+  at::Tensor attend_fully(const at::Tensor& normed, const LayerContext& context) const {
     const Qwen35MoeConfig& c = config_;
     const double eps = c.shape.rms_norm_eps;
     const int64_t kv = c.kv_heads * c.head_size;
@@ -255,10 +163,7 @@ class Qwen35MoeLayer final : public DecoderLayer {
     const at::Tensor k = rotate_front(normed_heads(parts[1], k_norm_), rope_, context.positions);
     const at::Tensor v = parts[2].unflatten(1, {c.kv_heads, c.head_size});
     const double scale = 1.0 / std::sqrt(static_cast<double>(c.head_size));
-    const at::Tensor attended =
-        context.cache != nullptr
-            ? context.cache->attend(layer_, q, k, v, scale)
-            : context_attention(q, k, v, context.attention, scale, context.deterministic, context.context_ring);
+    const at::Tensor attended = attend(context, layer_, q, k, v, scale);
     return (attended * query[1].sigmoid()).flatten(1);
   }
 
@@ -286,22 +191,24 @@ class Qwen35MoeLayer final : public DecoderLayer {
   Qwen35MoeConfig config_;
   int64_t layer_;
   RopeTable rope_;
-  Parameter input_norm_;   // [H]
-  Parameter input_;        // [(2·Hq + 2·Hkv)·D, H]: each head's q before its gate, k, v; or [C + Hv·Dv + 2·Hv, H]
-  Parameter q_norm_;       // [D]
-  Parameter k_norm_;       // [D]
-  Parameter convolution_;  // [C, K]
-  Parameter a_log_;        // [Hv]
-  Parameter dt_bias_;      // [Hv]
-  Parameter value_norm_;   // [Dv]
-  Parameter output_;       // [H, Hq·D] or [H, Hv·Dv]
-  Parameter post_norm_;    // [H]
-  Parameter router_;       // [E, H]
-  Parameter shared_gate_;  // [1, H]
-  Parameter shared_gate_up_;  // [2I, H]
-  Parameter shared_down_;     // [H, I]
-  Parameter gate_up_;         // [E, 2I, H], each expert's gate before its up
-  Parameter down_;            // [E, H, I]
+  LayerParameters of_;
+  Parameter input_norm_ = of_("input_norm");           // [H]
+  Parameter input_ = of_("input");                     // [(2·Hq + 2·Hkv)·D, H]: each head's q before its gate, k, v;
+                                                       // or [C + Hv·Dv + 2·Hv, H]
+  Parameter q_norm_ = of_.if_any("q_norm");            // [D]
+  Parameter k_norm_ = of_.if_any("k_norm");            // [D]
+  Parameter convolution_ = of_.if_any("convolution");  // [C, K]
+  Parameter a_log_ = of_.if_any("a_log");              // [Hv]
+  Parameter dt_bias_ = of_.if_any("dt_bias");          // [Hv]
+  Parameter value_norm_ = of_.if_any("value_norm");    // [Dv]
+  Parameter output_ = of_("output");                   // [H, Hq·D] or [H, Hv·Dv]
+  Parameter post_norm_ = of_("post_norm");             // [H]
+  Parameter router_ = of_("router");                   // [E, H]
+  Parameter shared_gate_ = of_("shared.gate");         // [1, H]
+  Parameter shared_gate_up_ = of_("shared.gate_up");   // [2I, H]
+  Parameter shared_down_ = of_("shared.down");         // [H, I]
+  Parameter gate_up_ = of_("experts.gate_up");         // [E, 2I, H], each expert's gate before its up
+  Parameter down_ = of_("experts.down");               // [E, H, I]
 };
 
 class Qwen35Moe final : public MoeModel {
@@ -310,14 +217,11 @@ class Qwen35Moe final : public MoeModel {
 
   const ModelShape& shape() const override { return config_.shape; }
 
-  std::vector<ParameterSpec> embedding_specs() const override {
-    return {adamw(matrix("embedding", {config_.shape.vocab, config_.shape.hidden}, "model.embed_tokens.weight"))};
-  }
-
   std::vector<ParameterSpec> layer_specs(int64_t layer) const override {
     const Qwen35MoeConfig& c = config_;
     const int64_t hidden = c.shape.hidden;
-    const std::string own = own_prefix(layer), hub = fmt::format("model.layers.{}.", layer), mlp = hub + "mlp.";
+    const std::string own = fmt::format("layers.{}.", layer), hub = fmt::format("model.layers.{}.", layer),
+                      mlp = hub + "mlp.";
     std::vector<ParameterSpec> specs{constant_spec(own + "input_norm", {hidden}, hub + "input_layernorm.weight", 0)};
     const auto add = [&](ParameterSpec spec) -> ParameterSpec& { return specs.emplace_back(std::move(spec)); };
 
@@ -361,13 +265,6 @@ class Qwen35Moe final : public MoeModel {
     return specs;
   }
 
-  std::vector<ParameterSpec> head_specs() const override {
-    std::vector<ParameterSpec> specs{constant_spec("final_norm", {config_.shape.hidden}, "model.norm.weight", 0)};
-    if (config_.shape.tied_embeddings) return specs;
-    specs.push_back(adamw(matrix("head", {config_.shape.vocab, config_.shape.hidden}, "lm_head.weight")));
-    return specs;
-  }
-
   std::unique_ptr<DecoderLayer> make_layer(int64_t layer, const ParameterTable& table,
                                            at::Device device) const override {
     if (!rope_.cos.defined()) {
@@ -377,21 +274,12 @@ class Qwen35Moe final : public MoeModel {
     return std::make_unique<Qwen35MoeLayer>(config_, layer, table, rope_);
   }
 
-  at::Tensor final_norm(const at::Tensor& hidden, const ParameterTable& table) const override {
-    return rms_norm(hidden, table.at("final_norm"), config_.shape.rms_norm_eps, kCentre);
-  }
-
-  double forward_flops_per_token(int64_t seq_len) const override {
+  double mixing_flops_per_token(int64_t seq_len) const override {
     const Qwen35MoeConfig& c = config_;
-    const double hidden = c.shape.hidden, q = c.heads * c.head_size, kv = c.kv_heads * c.head_size;
-    const double full = 2 * hidden * (3 * q + 2 * kv) + 2 * q * seq_len;  // QKᵀ and PV, half of each
-    // Each token reads its state by key and by query, and adds to it.
-    const double delta =
-        2 * hidden * (c.channels() + 2 * c.values() + 2 * c.value_heads) + 3 * 2 * c.values() * c.key_size;
-    const double moe = 2 * hidden * (c.shape.experts + 1 + 3 * (c.intermediate * c.shape.top_k + c.shared_inner));
     const auto full_layers = std::ranges::count(c.full_attention, true);
-    return full_layers * full + (c.shape.layers - full_layers) * delta + c.shape.layers * moe +
-           2 * hidden * c.shape.vocab;
+    const double full = 2.0 * c.heads * c.head_size * seq_len;  // QKᵀ and PV, half of each
+    const double delta = 3 * 2 * c.values() * c.key_size;  // a token reads its state by key and query, and adds to it
+    return full_layers * full + (c.shape.layers - full_layers) * delta;
   }
 
   ActivationBytes activation_bytes(int64_t layer, int64_t element) const override {
@@ -434,11 +322,6 @@ class Qwen35Moe final : public MoeModel {
  private:
   ParameterSpec matrix(std::string name, std::vector<int64_t> shape, std::string hub_name) const {
     return matrix_spec(std::move(name), std::move(shape), std::move(hub_name), config_.shape.initializer_range);
-  }
-
-  static ParameterSpec adamw(ParameterSpec spec) {
-    spec.rule = UpdateRule::kAdamW;
-    return spec;
   }
 
   void add_mlp(std::vector<ParameterSpec>& specs, const std::string& own, const std::vector<std::string>& hubs,

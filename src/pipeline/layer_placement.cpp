@@ -70,21 +70,17 @@ ModelCosts model_costs(const MoeModel& model, int64_t seq_len, int64_t tokens, i
   const ModelShape& shape = model.shape();
   const double head = 2.0 * static_cast<double>(shape.hidden) * static_cast<double>(shape.vocab);
   ModelCosts costs{{}, head / kHeadRate};
-  double rest = model.forward_flops_per_token(seq_len) - head;  // attention's scores, when products are off
+  const double mixing = model.mixing_flops_per_token(seq_len) / static_cast<double>(shape.layers);
   for (int64_t layer = 0; layer < shape.layers; ++layer) {
-    double products = 0, elements = 0;  // elements: of the matrices that this rank holds
-    for (const ParameterSpec& spec : model.layer_specs(layer)) {
-      const double share = spec.expert ? static_cast<double>(shape.top_k) / static_cast<double>(shape.experts) : 1;
-      for (const HubTensor& part : spec.parts) {
-        if (part.shape.size() <= 1) continue;
-        products += 2 * share * static_cast<double>(part.elements());
-        elements += static_cast<double>(part.elements()) / static_cast<double>(spec.expert ? ep : 1);
-      }
+    const std::vector<ParameterSpec> specs = model.layer_specs(layer);
+    double elements = 0;  // of the weights that this rank holds
+    for (const ParameterSpec& spec : specs) {
+      const double ranks = spec.expert ? static_cast<double>(ep) : 1;
+      for (const HubTensor& part : spec.parts) elements += static_cast<double>(part.elements()) / ranks;
     }
-    rest -= products;
-    costs.layers.push_back(products / kLayerRate + elements * kElementSeconds / static_cast<double>(tokens));
+    costs.layers.push_back((product_flops_per_token(specs, shape) + mixing) / kLayerRate +
+                           elements * kElementSeconds / static_cast<double>(tokens));
   }
-  for (double& cost : costs.layers) cost += rest / static_cast<double>(shape.layers) / kLayerRate;
   return costs;
 }
 

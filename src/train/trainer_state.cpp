@@ -5,7 +5,7 @@
 #include <map>
 #include <set>
 
-#include "models/hub_folder.h"
+#include "models/config_fields.h"
 
 namespace marrow {
 namespace {
@@ -22,14 +22,10 @@ std::string rope_scaling_text(const Json& config) {
   if (config.has("partial_rotary_factor")) {  // that of rope_parameters counts more
     fields["partial_rotary_factor"] = json_number(config.at("partial_rotary_factor").as_double());
   }
-  for (const char* style : {"rope_scaling", "rope_parameters"}) {
-    if (!config.has(style) || config.at(style).is_null()) continue;
-    for (const auto& [key, value] : config.at(style).items()) {
-      if (key == "rope_theta") continue;
-      fields[key == "type" ? "rope_type" : key] = value.is_number() ? json_number(value.as_double()) : value.dump();
-    }
+  for (const auto& [key, value] : rope_parameters(config).items()) {
+    if (key == "rope_theta" || (key == "rope_type" && value.as_string() == "default")) continue;
+    fields[key] = value.is_number() ? json_number(value.as_double()) : value.dump();
   }
-  if (fields["rope_type"].empty() || fields["rope_type"] == "\"default\"") fields.erase("rope_type");
   return fmt::format("{}", fields);
 }
 

@@ -1,8 +1,8 @@
-#include "models/deepseek_v2.h"
-
 #include <gtest/gtest.h>
 
 #include <filesystem>
+
+#include "models/families.h"
 
 namespace marrow {
 namespace {

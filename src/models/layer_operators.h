@@ -1,0 +1,41 @@
+// Operators of a layer together with what its context wants of them: the cache of generation, the ranks that share a
+// sequence, weight gradients put off, activations made again.
+#pragma once
+#include "models/model_contract.h"
+
+namespace marrow {
+
+// The parameters of a layer by their own names: "qkv" is "layers.3.qkv" in the table.
+struct LayerParameters {
+  const ParameterTable& table;
+  int64_t layer;
+
+  Parameter operator()(std::string_view name) const;
+  Parameter if_any(std::string_view name) const;  // undefined where this layer has none
+};
+
+// make(), whose result train.recompute = "cheap" makes again for the backward.
+at::Tensor cheap(const LayerContext& context, const std::function<at::Tensor()>& make);
+
+// Causal attention of layer `layer`, also over the tokens generated before; sinks and window as attention() has them.
+at::Tensor attend(const LayerContext& context, int64_t layer,
+                  const at::Tensor& q,  // [T, Hq, D]
+                  const at::Tensor& k,  // [T, Hkv, D]
+                  const at::Tensor& v,  // [T, Hkv, Dv] → [T, Hq, Dv]
+                  double scale, int64_t window = 0, const Parameter& sinks = {});
+
+// The router on what the experts read, [T, H].
+RouterOutput route(const LayerContext& context, const at::Tensor& normed, const Parameter& weight,
+                   RouterOptions options);
+
+// down · swiglu(gate_up · x), of x [T, H] → [T, H].
+at::Tensor swiglu_mlp(const LayerContext& context, const at::Tensor& x,
+                      const Parameter& gate_up,  // [2I, H], gate before up
+                      const Parameter& down);    // [H, I]
+
+// The same of each expert, as DecoderLayer::run_experts.
+ExpertRows swiglu_experts(const LayerContext& context, const ExpertRows& rows, const at::Tensor& row_weights,
+                          const Parameter& gate_up,  // [E, 2I, H], each expert's gate before its up
+                          const Parameter& down);    // [E, H, I]
+
+}  // namespace marrow
