@@ -37,7 +37,7 @@ CommandLine::CommandLine(const Subcommand& command, const std::vector<std::strin
     }
   }
   check_complete();
-  logger_.set_quiet(json());
+  logger_.set_quiet(has("json"));
 }
 
 // Reads the option at words[at] with its values; returns the index after them.
@@ -147,7 +147,7 @@ double CommandLine::real(const std::string& name, double min, double max) const 
 
 void CommandLine::print(const std::string& text, JsonWriter json) const {
   if (!logger_.warnings().empty()) json.field("warnings", logger_.warnings());
-  const std::string out = this->json() ? json.text() : text;
+  const std::string out = has("json") ? json.text() : text;
   fmt::print("{}{}", out, out.ends_with('\n') ? "" : "\n");
   std::fflush(stdout);
 }

@@ -33,12 +33,12 @@ class CommandLine;
 // One subcommand. Each file of src/app returns its own: `Subcommand tokenize_command()`; main.cpp has the table.
 struct Subcommand {
   std::string name;
-  std::string summary;                       // one line
-  std::vector<std::string> positionals;      // "RUN.toml": each is needed exactly once
-  std::vector<Option> options;               // --json and --help are added to each
-  std::string example;                       // one or more whole command lines
-  std::string notes = {};                    // free text at the end of the help
-  int (*run)(const CommandLine&) = nullptr;  // returns the exit code
+  std::string summary;                        // one line
+  std::vector<std::string> positionals = {};  // "RUN.toml": each is needed exactly once
+  std::vector<Option> options = {};           // --json and --help are added to each
+  std::string example;                        // one or more whole command lines
+  std::string notes = {};                     // free text at the end of the help
+  int (*run)(const CommandLine&) = nullptr;   // returns the exit code
 };
 
 // The words after the subcommand's name, checked against its declaration. Every fault is an Error with kUsage that
@@ -50,9 +50,6 @@ class CommandLine {
 
   const std::string& positional(size_t index = 0) const { return positionals_.at(index); }
   bool has(const std::string& name) const { return values_.contains(name); }  // was it given?
-  bool flag(const std::string& name) const { return has(name); }
-  bool json() const { return has("json"); }
-  bool help() const { return has("help"); }
 
   std::string text(const std::string& name) const;               // or the fallback
   std::vector<std::string> list(const std::string& name) const;  // of an option with "..."

@@ -88,8 +88,6 @@ int run_doctor(const CommandLine& args) {
 Subcommand doctor_command() {
   return {.name = "doctor",
           .summary = "what this machine can do; the last line is PASS or FAIL",
-          .positionals = {},
-          .options = {},
           .example = "marrow doctor",
           .run = run_doctor};
 }

@@ -11,7 +11,7 @@ constexpr int64_t kDefaultSeqLen = 1024;
 
 int run_eval(const CommandLine& args) {
   set_cpu_threads(args.integer("threads", 0, 1024), 1);
-  InferenceModel model(args.positional(), gpu_available() && !args.flag("cpu"), args.logger());
+  InferenceModel model(args.positional(), gpu_available() && !args.has("cpu"), args.logger());
   const int64_t longest = model.model->shape().max_position;
   const int64_t trained = model.trained_seq_len > 0 ? model.trained_seq_len : kDefaultSeqLen;
   MARROW_CHECK(!args.has("seq-len") || args.integer("seq-len", 1) <= longest, ExitCode::kUsage,
@@ -21,7 +21,7 @@ int run_eval(const CommandLine& args) {
   options.sources = {{args.text("data"), 1.0}};
   options.seq_len = args.has("seq-len") ? args.integer("seq-len", 1) : std::min(trained, longest);
   options.vocab_size = model.model->shape().vocab;
-  options.mask_documents = args.flag("mask-documents");
+  options.mask_documents = args.has("mask-documents");
   options.shuffle = false;
   const BatchLoader loader(options);
   for (const std::string& warning : loader.warnings()) args.logger().warn(warning);

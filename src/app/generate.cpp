@@ -28,7 +28,7 @@ int32_t choose_token(const at::Tensor& logits, double temperature, std::mt19937_
 
 int run_generate(const CommandLine& args) {
   set_cpu_threads(args.integer("threads", 0, 1024), 1);
-  InferenceModel from(args.positional(), gpu_available() && !args.flag("cpu"), args.logger());
+  InferenceModel from(args.positional(), gpu_available() && !args.has("cpu"), args.logger());
   MARROW_CHECK(!tokenizer_hash(from.folder).empty(), ExitCode::kBadInput,
                Fix("copy tokenizer.json and tokenizer_config.json into the folder"), "{} holds no tokenizer",
                from.folder);

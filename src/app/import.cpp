@@ -30,8 +30,8 @@ int run_import(const CommandLine& args) {
   const std::vector<HubTensor> tensors = all_hub_tensors(*model);
   const ModelWeights weights(hub, tensors,
                              {.tied_embeddings = model->shape().tied_embeddings,
-                              .allow_unknown = args.flag("allow-unknown"),
-                              .text_only = args.flag("text-only")});
+                              .allow_unknown = args.has("allow-unknown"),
+                              .text_only = args.has("text-only")});
 
   std::vector<SideFile> side_files = read_tokenizer_files(hub);
   side_files.push_back({"trainer_state.json", to_json(imported_state(hub)) + "\n"});

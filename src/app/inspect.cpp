@@ -74,7 +74,7 @@ int run_inspect(const CommandLine& args) {
       facts.field("folder", path).raw("state", to_json(checkpoint.state()));
     }
     facts.raw("config", Json::read_file(path + "/config.json", ExitCode::kUsage).dump());
-    inspect_weights(path, args.flag("tensors"), facts);
+    inspect_weights(path, args.has("tensors"), facts);
   }
   args.print(facts.lines(), facts);
   return 0;

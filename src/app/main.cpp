@@ -75,7 +75,7 @@ int dispatch(const std::vector<std::string>& words) {
     names.push_back(command.name);
     if (command.name != name) continue;
     const CommandLine args(command, {words.begin() + 1, words.end()});
-    if (args.help()) {
+    if (args.has("help")) {
       std::fputs(help_text(command).c_str(), stdout);
       return 0;
     }

@@ -28,7 +28,7 @@ int launch(const CommandLine& args, StopSignal& stop) {
 }
 
 int run_pretrain(const CommandLine& args) {
-  if (args.flag("help-config")) {
+  if (args.has("help-config")) {
     std::fputs(config_help().c_str(), stdout);
     return 0;
   }
@@ -49,7 +49,7 @@ int run_pretrain(const CommandLine& args) {
   run_together(*bootstrap, [&] {
     if (failure) std::rethrow_exception(failure);
   });
-  RunRecords records(args.json());
+  RunRecords records(args.has("json"));
   try {
     PretrainLoop loop(config, *bootstrap, records, args.logger());
     const int64_t step = loop.run(stop);

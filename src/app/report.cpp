@@ -20,7 +20,6 @@ Subcommand report_command() {
   return {.name = "report",
           .summary = "a run as one self-contained HTML page",
           .positionals = {"RUN_DIR"},
-          .options = {},
           .example = "marrow report runs/quickstart",
           .run = run_report};
 }

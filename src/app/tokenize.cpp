@@ -29,7 +29,7 @@ void check_output_is_no_input(const TokenizeOptions& options) {
 
 int run_tokenize(const CommandLine& args) {
   StopSignal stop;
-  TokenizerOptions tokenizer_options{.special_tokens = args.flag("special-tokens"), .end_of_document = std::nullopt};
+  TokenizerOptions tokenizer_options{.special_tokens = args.has("special-tokens"), .end_of_document = std::nullopt};
   if (args.has("eod-id")) {
     tokenizer_options.end_of_document = static_cast<int32_t>(args.integer("eod-id", 0, INT32_MAX));
   }
@@ -37,8 +37,8 @@ int run_tokenize(const CommandLine& args) {
                                 .output = args.text("output"),
                                 .field = args.text("field"),
                                 .skip_faults = args.text("on-error") == "skip",
-                                .overwrite = args.flag("overwrite"),
-                                .append_end_of_document = !args.flag("no-eod"),
+                                .overwrite = args.has("overwrite"),
+                                .append_end_of_document = !args.has("no-eod"),
                                 .workers = args.integer("workers", 0, 4096),
                                 .progress_seconds = isatty(STDERR_FILENO) == 1 ? 0.5 : 10.0,
                                 .limits = {},
@@ -61,7 +61,6 @@ Subcommand tokenize_command() {
   return {
       .name = "tokenize",
       .summary = "text files to a tokenized corpus",
-      .positionals = {},
       .options =
           {{"--tokenizer bytes|PATH", "built in, or a tokenizer.json (or its folder)"},
            {"--input PATH...",

@@ -100,13 +100,9 @@ std::string Error::to_text() const {
 
 std::string Error::to_json() const {
   JsonWriter error;
-  error.field("code", static_cast<int>(report_.code))
-      .field("what", report_.what)
-      .field("where", report_.where)
-      .field("trace", report_.trace)
-      .field("tensors", report_.tensors)
-      .field("who", fmt::format("{}", fmt::join(report_.who, ", ")))
-      .field("fix", report_.fix);
+  error.field("code", static_cast<int>(report_.code), "what", report_.what, "where", report_.where);
+  error.field("trace", report_.trace, "tensors", report_.tensors);
+  error.field("who", fmt::format("{}", fmt::join(report_.who, ", ")), "fix", report_.fix);
   return JsonWriter().raw("error", error.text()).text();
 }
 

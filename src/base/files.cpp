@@ -117,6 +117,7 @@ OutputFile::OutputFile(const std::string& path, bool existing)
     : path_(path), file_(std::fopen(path.c_str(), existing ? "r+e" : "we")) {
   MARROW_CHECK(file_, ExitCode::kDeviceFault, Fix("check that the folder exists and can be written"),
                "cannot create {}: {}", path, std::strerror(errno));
+  position_ = size_of(file_);
 }
 
 void OutputFile::check(bool done, std::string_view what) const {

@@ -60,16 +60,15 @@ class MappedFile {
 // bytes wanted and the space left on the disk.
 class OutputFile {
  public:
-  // Creates the file, or with `existing` opens one without truncating it.
+  // Creates the file, or with `existing` opens one without truncating it; what is appended comes behind its bytes.
   explicit OutputFile(const std::string& path, bool existing = false);
 
   void append(std::span<const std::byte> bytes);
   void append(std::string_view text) { append(std::as_bytes(std::span(text))); }
   void write_at(int64_t offset, std::span<const std::byte> bytes);
   void truncate_to(int64_t size);
-  int64_t size() const { return position_; }  // bytes appended so far
-  void sync();                                // fsync
-  void close();                               // reports what the destructor would have to swallow
+  void sync();   // fsync
+  void close();  // reports what the destructor would have to swallow
 
  private:
   void check(bool done, std::string_view what) const;

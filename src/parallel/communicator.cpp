@@ -39,8 +39,8 @@ void PendingTransfer::wait() {
 }
 
 const char* Operation::name() const {
-  constexpr const char* kNames[] = {"all_reduce", "broadcast", "all_gather", "reduce_scatter",
-                                    "all_to_all", "send",      "receive",    "exchange"};
+  constexpr const char* kNames[] = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all",
+                                    "send",       "receive",    "exchange"};
   return kNames[kind];
 }
 
@@ -48,6 +48,14 @@ Communicator::Communicator(std::string name, std::vector<int64_t> ranks, int64_t
     : name_(std::move(name)),
       ranks_(std::move(ranks)),
       rank_(std::find(ranks_.begin(), ranks_.end(), world_rank) - ranks_.begin()) {}
+
+size_t Communicator::sum_dtype(const Tensor& values) {
+  constexpr std::array kSummed{at::kFloat, at::kDouble, at::kInt, at::kLong};
+  const size_t place = std::ranges::find(kSummed, values.scalar_type()) - kSummed.begin();
+  MARROW_CHECK(place < kSummed.size(), ExitCode::kDeviceFault, Fix("reduce in fp32, fp64, int32 or int64"),
+               "cannot sum tensors of {}", at::toString(values.scalar_type()));
+  return place;
+}
 
 int64_t Communicator::row_bytes(const Tensor& values) {
   return c10::multiply_integers(values.sizes().slice(1)) * values.element_size();

@@ -1,6 +1,7 @@
 #include "parallel/mesh_communicators.h"
 
 #include <numeric>
+
 namespace marrow {
 namespace {
 

@@ -31,22 +31,6 @@ void check_mpi(int code, const char* call) {
                Fix("see RUN/ranks/first-error: another rank may have failed before"), "{}: {}", call, mpi_text(code));
 }
 
-MPI_Datatype reduction_type(const at::Tensor& values) {
-  switch (values.scalar_type()) {
-    case at::kFloat:
-      return MPI_FLOAT;
-    case at::kDouble:
-      return MPI_DOUBLE;
-    case at::kInt:
-      return MPI_INT32_T;
-    case at::kLong:
-      return MPI_INT64_T;
-    default:
-      MARROW_THROW(ExitCode::kDeviceFault, Fix("reduce in fp32, fp64, int32 or int64"), "cannot sum tensors of {}",
-                   at::toString(values.scalar_type()));
-  }
-}
-
 // The MPI requests of one operation.
 class Requests {
  public:
@@ -67,10 +51,11 @@ class Requests {
       check_mpi(MPI_Irecv(into, count, MPI_BYTE, static_cast<int>(from), tag, comm, add(from, count)), "MPI_Irecv");
     });
   }
-  // body(offset, count, request) for parts of at most `limit` of `total`.
+  // body(offset, count, request) for parts of `elements`.
   template <typename Body>
-  void collective(int64_t total, int64_t limit, const char* call, const Body& body) {
-    for_each_part(total, limit, [&](int64_t offset, int count) { check_mpi(body(offset, count, add(-1, 0)), call); });
+  void collective(int64_t elements, const char* call, const Body& body) {
+    for_each_part(elements, kMessageBytes / 8,
+                  [&](int64_t offset, int count) { check_mpi(body(offset, count, add(-1, 0)), call); });
   }
 
   // True once all is done; false where that took longer than `limit` seconds (0: no limit).
@@ -224,20 +209,14 @@ class MpiCommunicator : public Communicator {
 
   PendingTransfer start(const Operation& operation) override {
     const at::Tensor& values = operation.values();
-    const MPI_Datatype type = operation.sums() ? reduction_type(values) : MPI_BYTE;
+    const MPI_Datatype summed[] = {MPI_FLOAT, MPI_DOUBLE, MPI_INT32_T, MPI_INT64_T};
+    const MPI_Datatype type = operation.sums() ? summed[sum_dtype(values)] : MPI_BYTE;
     auto requests = std::make_shared<Requests>(name_, operation.name(), slot_, static_cast<int64_t>(values.nbytes()));
     switch (operation.kind) {
       case Operation::kAllReduce:
-        requests->collective(values.numel(), kElements, "MPI_Iallreduce", [&](int64_t at, int n, MPI_Request* request) {
+        requests->collective(values.numel(), "MPI_Iallreduce", [&](int64_t at, int n, MPI_Request* request) {
           return MPI_Iallreduce(MPI_IN_PLACE, address(values, at), n, type, MPI_SUM, comm_, request);
         });
-        break;
-      case Operation::kBroadcast:
-        requests->collective(static_cast<int64_t>(values.nbytes()), kMessageBytes, "MPI_Ibcast",
-                             [&](int64_t at, int n, MPI_Request* request) {
-                               void* data = static_cast<char*>(values.data_ptr()) + at;
-                               return MPI_Ibcast(data, n, type, static_cast<int>(operation.from), comm_, request);
-                             });
         break;
       case Operation::kReduceScatter:
         reduce_scatter(*requests, values, operation.sent_parts, type);
@@ -263,7 +242,6 @@ class MpiCommunicator : public Communicator {
   }
 
  private:
-  static constexpr int64_t kElements = kMessageBytes / 8;
   static constexpr int kDirect = 0, kGather = 1, kTotal = 2;  // tags: kinds of message never mix
 
   static void* address(const at::Tensor& values, int64_t element) {
@@ -282,7 +260,7 @@ class MpiCommunicator : public Communicator {
   void reduce_scatter(Requests& requests, const at::Tensor& whole, Counts bounds, MPI_Datatype type) const {
     for (int root = 0; root < size(); ++root) {
       const int64_t elements = bounds[root + 1] - bounds[root];
-      requests.collective(elements, kElements, "MPI_Ireduce", [&](int64_t at, int count, MPI_Request* request) {
+      requests.collective(elements, "MPI_Ireduce", [&](int64_t at, int count, MPI_Request* request) {
         void* data = address(whole, bounds[root] + at);
         return root == rank_ ? MPI_Ireduce(MPI_IN_PLACE, data, count, type, MPI_SUM, root, comm_, request)
                              : MPI_Ireduce(data, nullptr, count, type, MPI_SUM, root, comm_, request);

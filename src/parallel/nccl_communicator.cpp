@@ -42,22 +42,6 @@ void check_nccl(ncclResult_t result, const char* call, const std::string& group,
                "{} in group {}: {}; {}", call, group, ncclGetErrorString(result), ncclGetLastError(comm));
 }
 
-ncclDataType_t reduction_type(const at::Tensor& values) {
-  switch (values.scalar_type()) {
-    case at::kFloat:
-      return ncclFloat32;
-    case at::kDouble:
-      return ncclFloat64;
-    case at::kInt:
-      return ncclInt32;
-    case at::kLong:
-      return ncclInt64;
-    default:
-      MARROW_THROW(ExitCode::kDeviceFault, Fix("reduce in fp32, fp64, int32 or int64"), "cannot sum tensors of {}",
-                   at::toString(values.scalar_type()));
-  }
-}
-
 bool equal_ranges(std::span<const int64_t> bounds) {
   for (size_t r = 1; r + 1 < bounds.size(); ++r) {
     if (bounds[r + 1] - bounds[r] != bounds[1] - bounds[0]) return false;
@@ -119,6 +103,10 @@ class NcclCommunicator : public Communicator {
   }
 
  private:
+  static ncclDataType_t reduction_type(const at::Tensor& values) {
+    constexpr ncclDataType_t kTypes[] = {ncclFloat32, ncclFloat64, ncclInt32, ncclInt64};
+    return kTypes[sum_dtype(values)];
+  }
   static size_t count(int64_t elements) { return static_cast<size_t>(elements); }
   static char* at(const at::Tensor& values, int64_t element) {
     return static_cast<char*>(values.data_ptr()) + element * values.element_size();
@@ -131,8 +119,6 @@ class NcclCommunicator : public Communicator {
       case Operation::kAllReduce:
         return ncclAllReduce(sent.data_ptr(), sent.data_ptr(), count(sent.numel()), reduction_type(sent), ncclSum,
                              comm_, stream_);
-      case Operation::kBroadcast:
-        return broadcast_bytes(sent.data_ptr(), sent.nbytes(), operation.from);
       case Operation::kAllGather:
         return all_gather(sent, operation.sent_parts);
       case Operation::kReduceScatter:
@@ -152,7 +138,8 @@ class NcclCommunicator : public Communicator {
                            ncclUint8, comm_, stream_);
     }
     return each_range(bounds, [&](int64_t begin, int64_t elements, int64_t root) {
-      return broadcast_bytes(at(whole, begin), count(elements * width), root);
+      return ncclBroadcast(at(whole, begin), at(whole, begin), count(elements * width), ncclUint8,
+                           static_cast<int>(root), comm_, stream_);
     });
   }
   ncclResult_t reduce_scatter(const at::Tensor& whole, Counts bounds) {
@@ -184,9 +171,6 @@ class NcclCommunicator : public Communicator {
   }
   ncclResult_t receive_bytes(void* data, size_t size, int64_t from) {
     return ncclRecv(data, size, ncclUint8, static_cast<int>(from), comm_, stream_);
-  }
-  ncclResult_t broadcast_bytes(void* data, size_t size, int64_t root) {
-    return ncclBroadcast(data, data, size, ncclUint8, static_cast<int>(root), comm_, stream_);
   }
   template <typename Body>
   ncclResult_t each_range(std::span<const int64_t> bounds, const Body& body) {

@@ -5,9 +5,18 @@
 #include "ops/pch.h"
 #include "parallel/communicator.h"
 #include "parallel/mesh.h"
-#include "parallel/owned_range.h"
 
 namespace marrow {
+
+// What one rank holds of one Hub tensor, the unit of checkpoints: elements [begin, end), counted row-major, with their
+// state. The tensors are 1-D views of end - begin elements, on any device, and are written through.
+struct OwnedRange {
+  const HubTensor* tensor = nullptr;
+  int64_t begin = 0, end = 0;
+  at::Tensor master;      // [end - begin] fp32
+  at::Tensor exp_avg;     // [end - begin] fp32|bf16: first moment, or Muon's momentum; may be undefined
+  at::Tensor exp_avg_sq;  // [end - begin] fp32|bf16: undefined for tensors updated by Muon
+};
 
 // Ranks among which something is divided, or which hold copies of it.
 struct RankGroup {

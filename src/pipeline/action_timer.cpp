@@ -58,9 +58,7 @@ void remove_timelines(const std::string& folder, int64_t after_step) {
     const std::string name = entry.path().filename().string();
     const bool one = std::sscanf(name.c_str(), "timeline-%lld-rank-", &step) == 1 ||
                      std::sscanf(name.c_str(), "trace-%lld", &step) == 1;
-    if (one && step > after_step) {
-      std::filesystem::remove(entry.path());
-    }
+    if (one && step > after_step) std::filesystem::remove(entry.path());
   }
 }
 

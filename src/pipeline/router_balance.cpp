@@ -2,16 +2,21 @@
 
 namespace marrow {
 
-BalanceTracker::BalanceTracker(const Options& options, at::Device device) : options_(options) {
+BalanceTracker::BalanceTracker(const ModelShape& model, const Options& options, at::Device device)
+    : experts_(model.experts),
+      top_k_(model.top_k),
+      has_bias_(!model.selection_biases.empty() || options.mode == BalanceMode::kBias),
+      options_(options) {
+  const int64_t layers = model.moe_layers();
   const auto fp64 = at::TensorOptions().device(device).dtype(at::kDouble);
   const auto fp32 = fp64.dtype(at::kFloat);
-  counts_ = at::zeros({options.layers, options.experts}, fp64);
+  counts_ = at::zeros({layers, experts_}, fp64);
   probability_sums_ = at::zeros_like(counts_);
-  group_losses_ = at::zeros({options.layers}, fp64);
-  previous_counts_ = at::zeros({options.layers, options.experts}, fp32);
+  group_losses_ = at::zeros({layers}, fp64);
+  previous_counts_ = at::zeros({layers, experts_}, fp32);
   bias_ = at::zeros_like(previous_counts_);
-  losses_ = at::zeros({options.layers}, fp32);
-  load_ = at::zeros({options.layers}, fp32);
+  losses_ = at::zeros({layers}, fp32);
+  load_ = at::zeros({layers}, fp32);
 }
 
 void BalanceTracker::begin_step(const StepSizes& sizes) {
@@ -40,8 +45,7 @@ void BalanceTracker::record(int64_t layer, const RouterOutput& routing, int64_t 
   const GroupSums sums = group_sums(routing, tokens);
   // Of ranks that share sequences one counts their losses.
   if (by_group() && (options_.context == nullptr || options_.context->rank() == 0)) {
-    group_losses_.select(0, layer).add_(
-        balance_loss(sums.counts, sums.probability_sums, sums.tokens, options_.top_k).sum());
+    group_losses_.select(0, layer).add_(balance_loss(sums.counts, sums.probability_sums, sums.tokens, top_k_).sum());
   }
   set_gradient(layer, sums, balance);
 }
@@ -56,7 +60,7 @@ void BalanceTracker::set_gradient(int64_t layer, const GroupSums& sums, RouterBa
   if (options_.mode == BalanceMode::kGlobal) balance.gradient = global_gradient_.narrow(0, layer, 1);
   if (!by_group()) return;
   const int64_t groups = options_.mode == BalanceMode::kMicro ? sizes_.micro_batches : sizes_.sequences;
-  balance.gradient = balance_gradient(expert_fractions(sums.counts, sums.tokens, options_.top_k), sums.tokens,
+  balance.gradient = balance_gradient(expert_fractions(sums.counts, sums.tokens, top_k_), sums.tokens,
                                       options_.coef / static_cast<double>(groups));
 }
 
@@ -75,20 +79,19 @@ void BalanceTracker::end_step() {
     const int64_t groups = options_.mode == BalanceMode::kMicro ? sizes_.micro_batches : sizes_.sequences;
     losses_.copy_(group_losses_ / static_cast<double>(groups));
   } else {
-    losses_.copy_(balance_loss(counts_, probability_sums_, sizes_.tokens, options_.top_k));
+    losses_.copy_(balance_loss(counts_, probability_sums_, sizes_.tokens, top_k_));
   }
   load_.copy_(std::get<0>(counts_.max(1)) / counts_.mean(1));
   previous_counts_.copy_(counts_);
   if (options_.mode != BalanceMode::kBias) return;
   // sign(mean − count), exactly.
-  const at::Tensor below = counts_.sum(1, true) - counts_ * static_cast<double>(options_.experts);
+  const at::Tensor below = counts_.sum(1, true) - counts_ * static_cast<double>(experts_);
   bias_.add_(below.sign().to(at::kFloat), options_.coef);
   bias_.sub_(bias_.mean(1, true));
 }
 
 at::Tensor BalanceTracker::selection_bias(int64_t layer) const {
-  const bool has_bias = options_.selection_bias || options_.mode == BalanceMode::kBias;
-  return has_bias ? bias_.select(0, layer) : at::Tensor();
+  return has_bias_ ? bias_.select(0, layer) : at::Tensor();
 }
 
 }  // namespace marrow

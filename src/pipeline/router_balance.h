@@ -1,12 +1,12 @@
 // Router statistics of a step, and what each balance mode makes of them (design: every layer's
 // loss is E · Σ f_i · P_i; 1 is balanced).
 #pragma once
-#include "ops/pch.h"
-#include "ops/router.h"
+#include "models/model_contract.h"
 #include "parallel/communicator.h"
-#include "pipeline/balance_mode.h"
 
 namespace marrow {
+
+enum class BalanceMode { kNone, kMicro, kSequence, kGlobal, kBias };
 
 // One instance serves all layers of a rank. Per step: begin_step, record for every layer and
 // micro-batch, end_step once all ranks' micro-batches are done.
@@ -16,16 +16,15 @@ class BalanceTracker {
     BalanceMode mode = BalanceMode::kGlobal;
     double coef = 0;
     double z_loss = 0;
-    int64_t layers = 0, experts = 0, top_k = 0;  // layers with experts
-    Communicator* context = nullptr;             // ranks that share each sequence; null: this one alone
-    Communicator* world = nullptr;               // all ranks; null: this one alone
-    bool selection_bias = false;                 // the model has one, to be used in any mode; only mode bias changes it
+    Communicator* context = nullptr;  // ranks that share each sequence; null: this one alone
+    Communicator* world = nullptr;    // all ranks; null: this one alone
   };
   // Sizes of one step's global batch, over all ranks.
   struct StepSizes {
     int64_t tokens = 0, sequences = 0, micro_batches = 0;
   };
-  BalanceTracker(const Options& options, at::Device device);
+  // A bias of selection that the model has is used in any mode; only mode bias changes it.
+  BalanceTracker(const ModelShape& model, const Options& options, at::Device device);
 
   void begin_step(const StepSizes& sizes);
   // Groups that the router keeps apart in a micro-batch of `sequences` sequences.
@@ -59,6 +58,8 @@ class BalanceTracker {
   GroupSums group_sums(const RouterOutput& routing, int64_t tokens) const;
   void set_gradient(int64_t layer, const GroupSums& sums, RouterBalance& balance) const;
 
+  int64_t experts_, top_k_;
+  bool has_bias_;
   Options options_;
   StepSizes sizes_;
   at::Tensor counts_;            // [layers, E] fp64, this step so far

@@ -5,7 +5,7 @@
 #include <future>
 
 #include "base/log.h"
-#include "parallel/owned_range.h"
+#include "parallel/parameter_store.h"
 #include "train/checkpoint_files.h"
 #include "train/trainer_state.h"
 

@@ -23,15 +23,8 @@ InferenceModel::InferenceModel(const std::string& path, bool use_gpu, Logger& lo
   options.training = false;
   store.emplace(options);
   add_model_parameters(*model, {}, *store);
-  const ModelShape& shape = model->shape();
-  if (!shape.selection_biases.empty()) {
-    BalanceTracker::Options choice;
-    choice.mode = BalanceMode::kNone;
-    choice.layers = shape.moe_layers();
-    choice.experts = shape.experts;
-    choice.top_k = shape.top_k;
-    choice.selection_bias = true;
-    selection.emplace(choice, device);
+  if (!model->shape().selection_biases.empty()) {
+    selection.emplace(model->shape(), BalanceTracker::Options{.mode = BalanceMode::kNone}, device);
     selection->begin_step({1, 1, 1});
   }
   load_weights(*model, folder, *store, selection ? selection->bias() : at::Tensor());

@@ -147,19 +147,12 @@ MetricsWriter::MetricsWriter(const std::string& dir, int64_t resumed_step)
         };
         if (std::filesystem::exists(path)) read_metrics(path, keep);
         write_text_file_atomically(path, kept);
-        size_ = static_cast<int64_t>(kept.size());
         return OutputFile(path, true);
       }()),
       tensorboard_(dir + "/tensorboard", resumed_step) {}
 
-void MetricsWriter::append(const std::string& line) {
-  const std::string text = line + "\n";
-  file_.write_at(size_, std::as_bytes(std::span(text)));
-  size_ += static_cast<int64_t>(text.size());
-}
-
 void MetricsWriter::write(const StepMetrics& m) {
-  append(metrics_json(m));
+  file_.append(metrics_json(m) + "\n");
   std::vector<std::pair<std::string, double>> scalars;
   each_field(m, [&](const std::string& group, const char* name, const auto& value) {
     if constexpr (std::is_arithmetic_v<std::decay_t<decltype(value)>>) {
@@ -175,7 +168,7 @@ void MetricsWriter::write(const StepMetrics& m) {
 }
 
 void MetricsWriter::write_validation(int64_t step, double loss) {
-  append(JsonWriter().field("step", step).field("validation_loss", loss).text());
+  file_.append(JsonWriter().field("step", step, "validation_loss", loss).text() + "\n");
   tensorboard_.write(step, {{"validation/loss", loss}});
 }
 

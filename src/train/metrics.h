@@ -66,8 +66,6 @@ class MetricsWriter {
   void write_validation(int64_t step, double loss);
 
  private:
-  void append(const std::string& line);
-  int64_t size_ = 0;  // before file_, whose initializer sets it
   OutputFile file_;
   TensorboardWriter tensorboard_;
 };

@@ -3,8 +3,8 @@
 #include "data/batch_loader.h"
 #include "models/model_contract.h"
 #include "parallel/mesh.h"
-#include "pipeline/balance_mode.h"
 #include "pipeline/pipeline_schedule.h"
+#include "pipeline/router_balance.h"
 
 namespace marrow {
 

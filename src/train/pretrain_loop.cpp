@@ -81,6 +81,7 @@ void PretrainLoop::open_inputs() {
   model_config_text_ = read_text_file(config_.model.config, ExitCode::kUsage);
   model_ = open_model(Json::parse(model_config_text_, config_.model.config, ExitCode::kUsage));
   check_model_fits(config_, model_->shape(), bootstrap_.size());
+  flops_per_token_ = model_->forward_flops_per_token(config_.data.seq_len);
   mesh_ = Mesh(config_.mesh, bootstrap_.rank());
   set_cpu_threads(config_.train.cpu_threads, bootstrap_.ranks_on_host());
   at::globalContext().setDeterministicAlgorithms(config_.train.deterministic, false);
@@ -105,10 +106,7 @@ void PretrainLoop::make_links() {
   if (bootstrap_.size() > 1) {
     records_.open(config_.log.dir, bootstrap_, mesh_.text(), config_.log.watchdog_seconds);
   }
-  CommunicatorOptions options;
-  options.device = device_;
-  options.records = &records_;
-  links_ = make_mesh_communicators(mesh_, bootstrap_, options);
+  links_ = make_mesh_communicators(mesh_, bootstrap_, {.device = device_, .records = &records_, .checked = {}});
 
   parts_.pipeline = {config_.mesh.schedule, mesh_.shape.pp};
   parts_.pipeline_rank = mesh_.p;
@@ -124,7 +122,6 @@ void PretrainLoop::make_links() {
 }
 
 void PretrainLoop::make_engine() {
-  const ModelShape& shape = model_->shape();
   ParameterStore::Options store = store_options(config_, mesh_, device_);
   store.dense.communicator = links_.dense_shard.get();
   store.experts.communicator = links_.expert_shard.get();
@@ -138,15 +135,11 @@ void PretrainLoop::make_engine() {
 
   BalanceTracker::Options balance;
   balance.mode = config_.router.balance;
-  balance.coef = config_.router.coef >= 0 ? config_.router.coef : shape.router_aux_loss_coef;
+  balance.coef = config_.router.coef >= 0 ? config_.router.coef : model_->shape().router_aux_loss_coef;
   balance.z_loss = config_.router.z_loss;
-  balance.layers = shape.moe_layers();
-  balance.selection_bias = !shape.selection_biases.empty();
-  balance.experts = shape.experts;
-  balance.top_k = shape.top_k;
   balance.context = links_.context.get();
   balance.world = links_.world.get();
-  tracker_.emplace(balance, device_);
+  tracker_.emplace(model_->shape(), balance, device_);
 
   Executor::Options executor;
   executor.recompute_layers = config_.train.recompute == Recompute::kLayer;
@@ -412,8 +405,7 @@ void PretrainLoop::report(PendingStep pending) {
   metrics.step_seconds = std::chrono::duration<double>(now - last_report_).count();
   metrics.tokens_per_second = metrics.tokens / metrics.step_seconds;
   const double world = static_cast<double>(mesh_.shape.world());
-  metrics.tflops_per_gpu =
-      3e-12 * model_->forward_flops_per_token(config_.data.seq_len) * metrics.tokens_per_second / world;
+  metrics.tflops_per_gpu = 3e-12 * flops_per_token_ * metrics.tokens_per_second / world;
   metrics.mfu = device_.is_cuda() ? metrics.tflops_per_gpu / kHopperPeakTflops : std::nan("");
   metrics.peak_memory_bytes = peak_memory_bytes(device_);
   last_report_ = now;

@@ -62,6 +62,7 @@ class PretrainLoop {
   Mesh mesh_;
   std::string model_config_text_;
   std::unique_ptr<MoeModel> model_;
+  double flops_per_token_ = 0;  // of a forward
   at::Device device_;
   std::optional<FileLock> lock_, checkpoint_lock_;  // of log.dir, and of a checkpoint.dir elsewhere
   std::optional<BatchLoader> loader_;

@@ -34,9 +34,9 @@ TEST(CommandLine, ReadsEveryForm) {
   EXPECT_EQ(args.list("set"), (std::vector<std::string>{"x=1", "y=2"}));
   EXPECT_EQ(args.list("input"), (std::vector<std::string>{"p", "q"}));
   EXPECT_EQ(args.text("on-error"), "stop");
-  EXPECT_TRUE(args.flag("overwrite"));
-  EXPECT_TRUE(args.json());
-  EXPECT_FALSE(args.help());
+  EXPECT_TRUE(args.has("overwrite"));
+  EXPECT_TRUE(args.has("json"));
+  EXPECT_FALSE(args.has("help"));
 }
 
 TEST(CommandLine, ValuesMayBeginWithDashesOrBeEmptyText) {
@@ -77,9 +77,9 @@ TEST(CommandLine, UnderJsonWarningsAreKeptForTheResult) {
 
 TEST(CommandLine, HelpAndAloneOptionsNeedNothingBesideThem) {
   const Subcommand command = sample();
-  EXPECT_TRUE(CommandLine(command, {"--help"}).help());
-  EXPECT_TRUE(CommandLine(command, {"-h"}).help());
-  EXPECT_TRUE(CommandLine(command, {"--help-config"}).flag("help-config"));
+  EXPECT_TRUE(CommandLine(command, {"--help"}).has("help"));
+  EXPECT_TRUE(CommandLine(command, {"-h"}).has("help"));
+  EXPECT_TRUE(CommandLine(command, {"--help-config"}).has("help-config"));
 }
 
 TEST(CommandLine, FaultsNameTheWordAndTheFix) {

@@ -39,7 +39,7 @@ class ToyModel {
       : model_(
             open_model(Json::parse(toy_config(options.layers, options.tied, options.top_k), "toy", ExitCode::kUsage))),
         store_(storage(options)),
-        tracker_({options.balance, options.coef, options.z_loss, options.layers, 8, options.top_k}, at::kCPU) {
+        tracker_(model_->shape(), {options.balance, options.coef, options.z_loss}, at::kCPU) {
     add_model_parameters(*model_, {}, store_);
     store_.initialize(options.seed);
     Executor::Options executor;
