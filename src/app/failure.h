@@ -4,8 +4,7 @@
 
 namespace marrow {
 
-// Called in a catch block: the exception being handled. What a library threw: its text is all that is
-// known of the place.
+// In a catch block: the exception being handled. Of what a library threw its text is all that is known.
 Error current_error();
 
 }  // namespace marrow

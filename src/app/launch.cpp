@@ -88,8 +88,7 @@ bool waits_for_stop(pid_t process) {
   return false;
 }
 
-// Standard error of the ranks, line by line, without mpirun's own words, which stand between two rules
-// of dashes.
+// Standard error of the ranks, line by line, without mpirun's own words between two rules of dashes.
 class ErrorFilter {
  public:
   void take(std::string_view bytes) {

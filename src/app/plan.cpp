@@ -26,8 +26,7 @@ struct Plan {
   PipelineTimeline timeline;            // seconds
 };
 
-// What the files of a step have in common: RUN/timeline-00000005. `path`: one of them, or the run's folder, whose last
-// traced step is meant.
+// RUN/timeline-00000005, common to the files of a step. `path`: one of them, or the run's folder: its last traced step.
 std::string timeline_stem(const std::string& path) {
   MARROW_CHECK(std::filesystem::exists(path), ExitCode::kUsage, Fix("give the run's folder (log.dir)"),
                "--times: {} does not exist", path);

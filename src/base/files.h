@@ -43,8 +43,7 @@ void check_output_is_new(const std::string& folder, std::string_view flag);
 class MappedFile {
  public:
   explicit MappedFile(const std::string& path, ExitCode code = ExitCode::kBadInput);
-  // Error (kBadInput) where the file was truncated since: to read what it lost would end the process by a signal. So
-  // ask again before each stretch that is read.
+  // Error (kBadInput) where the file was truncated since: a signal would end who reads it. Ask before each stretch.
   std::span<const std::byte> bytes() const;
   std::span<const std::byte> unchecked_bytes() const { return mapped_; }  // of files that nobody cuts
   const std::string& path() const { return path_; }
@@ -56,8 +55,7 @@ class MappedFile {
   std::shared_ptr<void> mapping_;  // unmaps
 };
 
-// A file open for writing at given offsets (pwrite); every short write and errno is an Error that names the path, the
-// bytes wanted and the space left on the disk.
+// A file open for writing at given offsets (pwrite); an Error names the path, bytes wanted and the disk's free space.
 class OutputFile {
  public:
   // Creates the file, or with `existing` opens one without truncating it; what is appended comes behind its bytes.
@@ -81,8 +79,7 @@ class OutputFile {
 std::string staging_path(const std::string& folder);
 
 // The staging folder of `folder`, empty, made anew over any left by a process that was killed. Removed by the
-// destructor unless it was published. Errors (kDeviceFault) where the disk has not `bytes_wanted` free, naming both
-// numbers.
+// destructor unless it was published. Errors (kDeviceFault) where the disk has not `bytes_wanted` free.
 class StagedFolder {
  public:
   StagedFolder(const std::string& folder, int64_t bytes_wanted);
@@ -92,16 +89,14 @@ class StagedFolder {
 
   const std::string& path() const { return path_; }
   void write_text(const std::string& name, std::string_view text) const;
-  // Flushes the folder and renames it to its place. What was there before is exchanged for it in one step, then
-  // removed.
+  // Flushes the folder and renames it to its place. What was there is exchanged for it in one step, then removed.
   void publish();
 
  private:
   std::string folder_, path_;
 };
 
-// Holds PATH as this process's own, for as long as it lives (flock). Error (kUsage, with `fix`) where another process
-// holds it.
+// Holds PATH as this process's own while it lives (flock). Error (kUsage, with `fix`) where another process does.
 class FileLock {
  public:
   FileLock(const std::string& path, const Fix& fix);

@@ -12,9 +12,8 @@
 
 namespace marrow {
 
-// A value inside a parsed document. Copies are cheap and keep the document alive. Every accessor throws Error (ExitCode
-// given to `parse`) that names file, path, the kind found and the kind wanted. Duplicate keys and trailing text are
-// errors.
+// A value inside a parsed document. Copies are cheap and keep the document alive. Accessors throw Error (ExitCode given
+// to `parse`) naming file, path, the kind found and the kind wanted. Duplicate keys and trailing text are errors.
 class Json {
  public:
   static Json parse(std::string_view text, const std::string& origin, ExitCode code = ExitCode::kBadInput);

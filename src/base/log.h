@@ -9,8 +9,7 @@
 
 namespace marrow {
 
-// Writes to standard error (so that --json keeps standard output clean) and, once `open_file` was called, to a file
-// with time stamps.
+// Writes to standard error (--json keeps standard output clean) and, after `open_file`, to a file with time stamps.
 class Logger {
  public:
   ~Logger();

@@ -188,8 +188,7 @@ bool DocumentSource::next(InputBlock& block) {
   return false;
 }
 
-// Whole lines, or a whole text file. None and a fault where one is too long: no more than a block of the rest of it is
-// held.
+// Whole lines, or a whole text file. None and a fault where one is too long: of its rest one block is held at a time.
 void DocumentSource::fill(InputBlock& block) {
   std::string& text = block.text;
   size_t searched = 0;  // up to here `text` holds no line end

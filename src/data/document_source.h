@@ -51,8 +51,7 @@ class DocumentSource {
     int64_t block_bytes = int64_t{1} << 20;
     int64_t document_bytes = int64_t{512} << 20;
   };
-  // Lists the files. One that does not exist or is a pipe, a socket or a device, and a folder without files, is an
-  // Error (kUsage).
+  // Lists the files. Error (kUsage): one that does not exist or is a pipe, socket or device; a folder without files.
   DocumentSource(const std::vector<std::string>& inputs, const Limits& limits);
   ~DocumentSource();
 
@@ -89,8 +88,7 @@ struct JsonField {
 };
 
 // Checks all of `line` against RFC 8259 and returns its top-level string `field`: kMissingField where it is absent or
-// no string, kNotJson where it appears twice. Half of an escaped surrogate pair in `field` is kInvalidUtf8 (other
-// strings are not decoded).
+// no string, kNotJson where it appears twice, kInvalidUtf8 where it escapes half a surrogate pair.
 JsonField find_json_string(std::string_view line, std::string_view field, RegexScratch& scratch);
 
 }  // namespace marrow

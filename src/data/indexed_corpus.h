@@ -1,10 +1,8 @@
-// A tokenized corpus on disk: Megatron's indexed dataset, PREFIX.bin and PREFIX.idx, and PREFIX.json which tells the
-// tokenizer.
+// A tokenized corpus on disk: Megatron's indexed dataset, PREFIX.bin and PREFIX.idx; PREFIX.json tells the tokenizer.
 //
 // PREFIX.idx, little-endian: "MMIDIDX\0\0", u64 version 1, u8 dtype code, u64 sequences, u64 document indices
 // (documents + 1), int32 length of each sequence, int64 byte offset of each in PREFIX.bin, int64 first sequence of each
-// document, then the sequence count. marrow writes one sequence per document. PREFIX.bin holds the tokens, without
-// gaps.
+// document, then the sequence count. marrow writes one sequence a document. PREFIX.bin: the tokens, without gaps.
 #pragma once
 #include <cstdint>
 #include <optional>
@@ -32,8 +30,7 @@ uint8_t corpus_dtype_code(int64_t vocab_size);
 // nothing under the final names changes. Memory does not grow with the corpus.
 class CorpusWriter {
  public:
-  // Creates the output's folder. Existing output without `overwrite`, or another run writing the same prefix, is an
-  // Error (kUsage) that names the file.
+  // Creates the output's folder. Error (kUsage): existing output without `overwrite`, another run of the same prefix.
   CorpusWriter(std::string prefix, CorpusInfo info, bool overwrite);
   ~CorpusWriter();  // removes the temporary files
   CorpusWriter(const CorpusWriter&) = delete;
@@ -76,16 +73,14 @@ class IndexedCorpus {
   const std::string& warning() const { return warning_; }
 
   // All that read give an Error (kBadInput) where a file was truncated before the call.
-  // Copies tokens [first, first + out.size()). An id outside [0, vocab_size) is an Error (kBadInput) naming corpus,
-  // position, id and vocab_size.
+  // Copies tokens [first, first + out.size()). Error (kBadInput) at the first id outside [0, vocab_size).
   void read(int64_t first, std::span<int32_t> out, int64_t vocab_size) const;
   // Position of the first token of document `document`; tokens() for documents().
   int64_t document_begin(int64_t document) const;
   // The first document, from `document` 0 on, that begins after position `token`; documents() if none.
   int64_t document_after(int64_t token) const;
-  // Identifies the content: every size and length, the checksum in PREFIX.json, and PREFIX.bin: all of it up to 256
-  // MiB, else that much spread over it. Paths and time stamps do not enter. Error (kBadInput) where all of PREFIX.bin
-  // was read and its checksum is another.
+  // Identifies the content, not paths or times: every size and length, the checksum in PREFIX.json, and PREFIX.bin:
+  // all of it up to 256 MiB (Error kBadInput where its checksum is another), else that much spread over it.
   std::string content_hash() const;
 
  private:

@@ -7,8 +7,7 @@
 namespace marrow {
 
 // A pseudo-random permutation of [0, size) in O(1) memory, a function of (size, key) alone: a Feistel network over a
-// grid of at least `size` cells; a value that falls outside walks on along its cycle until it is inside (about one step
-// more in √size).
+// grid of at least `size` cells; a value that falls outside walks on along its cycle (about one step more in √size).
 class Permutation {
  public:
   Permutation(int64_t size, uint64_t key);  // size >= 1

@@ -35,8 +35,7 @@ struct TokenizeResult {
 
 // The corpus is the same, byte for byte, for any number of workers. Memory is bounded at any input size: 64 MiB of text
 // in flight and its tokens, or about nine times the largest document. Nothing appears under the output's names unless
-// all went well. Faults of the input are told with file:line: the first as an Error (kBadInput), or under skip_faults
-// the first ten as warnings.
+// all went well. Faults are told with file:line: the first as Error (kBadInput), under skip_faults ten as warnings.
 TokenizeResult tokenize_corpus(const TokenizeOptions& options, const Tokenizer& tokenizer, Logger& logger);
 
 }  // namespace marrow

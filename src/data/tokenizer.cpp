@@ -92,8 +92,7 @@ struct Part {
   uint32_t rank, next, previous;
 };
 
-// What one encode call at a time needs; they are lent out, so that there are as many as there are threads, and each
-// thread's word cache stays warm.
+// What one encode call at a time needs; lent out, so that there are as many as threads, and word caches stay warm.
 struct Scratch {
   RegexScratch regex;
   std::string classes;
@@ -155,8 +154,7 @@ class BpeMerger {
     }
   }
 
-  // Repeats: merge the leftmost of the pairs of lowest rank. The heap holds rank << 32 | position; entries whose pair
-  // has changed are skipped. O(n log n).
+  // Repeats: merge the leftmost pair of lowest rank. The heap holds rank << 32 | position, also of pairs that changed.
   void merge(std::string_view word, Scratch& scratch, std::vector<int32_t>& ids) const {
     if (!whole_words_.empty()) {
       const auto whole = whole_words_.find(std::string(word));

@@ -48,8 +48,7 @@ std::unique_ptr<Tokenizer> open_tokenizer(const std::string& name_or_path, const
 std::string tokenizer_hash(const std::string& folder);
 std::string sha256_hex(std::string_view data);
 
-// tokenizer.json and tokenizer_config.json that give, in transformers, the ids of our `bytes` tokenizer: byte b is id
-// b, <|endoftext|> is 256.
+// tokenizer.json and tokenizer_config.json for transformers of our `bytes` tokenizer: byte b is b, <|endoftext|> 256.
 std::vector<SideFile> bytes_tokenizer_files();
 
 }  // namespace marrow

@@ -60,8 +60,7 @@ void expect_unused(const Json& object, const std::vector<std::string_view>& keys
   }
 }
 
-// The parts of a Sequence, under `list_key`, and of those that it holds, else
-// `json` itself; nothing for null.
+// The parts of a Sequence, under `list_key`, and of those that it holds, else `json` itself; nothing for null.
 std::vector<Json> flatten(const Json& json, std::string_view list_key) {
   if (json.is_null()) return {};
   if (json.at("type").as_string() != "Sequence") return {json};
@@ -121,8 +120,7 @@ void read_pretokenizer(const Json& json, std::vector<SplitStage>& stages) {
   if (!complete) json.fail("does not end with ByteLevel", unsupported());
 }
 
-// GPT-2's alphabet: the code point that spells each byte. Printable Latin-1 characters stand for themselves, the other
-// bytes, in order, for those from U+0100 on.
+// GPT-2's code point for each byte: printable Latin-1 characters are themselves, the others, in order, U+0100 and on.
 std::array<uint32_t, 256> byte_alphabet() {
   std::array<uint32_t, 256> alphabet{};
   uint32_t next = 0x100;

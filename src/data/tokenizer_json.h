@@ -1,5 +1,4 @@
-// Strict reading of tokenizer.json: what is not implemented is an error that names its path in the file, so that a
-// wrong token never comes out silently.
+// Strict reading of tokenizer.json: what is not implemented is an error with its path, so that no token is wrong.
 #pragma once
 #include <array>
 #include <cstdint>
@@ -50,8 +49,7 @@ TokenizerSpec read_tokenizer_json(std::string_view text, const std::string& path
 // The id of eos_token in the tokenizer_config.json beside `path`; nothing if there is none.
 std::optional<int32_t> read_end_of_document(const TokenizerSpec& spec, const std::string& path);
 
-// A Split's expression, which is written for Oniguruma. Throws std::invalid_argument naming the first construct that
-// PCRE2 may read differently.
+// A Split's expression, written for Oniguruma. std::invalid_argument names what PCRE2 may read differently.
 Regex split_regex(const std::string& pattern);
 
 }  // namespace marrow

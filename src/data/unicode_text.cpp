@@ -115,9 +115,9 @@ std::string_view class_text(std::string_view text, std::string& scratch) {
   return copied ? scratch : text;
 }
 
-// Characters that NFC neither changes nor moves nor composes with what stands before them, and those that it must leave
-// alone, are copied; the runs of others between them are normalized, each with the character before it, which its first
-// may compose with.
+// Characters that NFC neither changes nor moves nor composes with those before them, and those that it must leave
+// alone, are copied; the runs between them are normalized, each with the character before it, which it may compose
+// with.
 std::string to_nfc(std::string_view text) {
   static const auto inert = [] {
     std::vector<bool> table(kTableEnd);

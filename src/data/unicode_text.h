@@ -15,8 +15,7 @@ struct CodePoint {
 CodePoint decode_utf8(std::string_view text);
 std::string encode_utf8(uint32_t value);
 
-// Length of the longest valid UTF-8 prefix (Unicode 15, table 3-7: no surrogates, no overlong forms): text.size() where
-// all of it is valid.
+// Length of the longest valid UTF-8 prefix (Unicode 15, table 3-7: no surrogates, no overlong forms).
 size_t valid_utf8_length(std::string_view text);
 
 // `text` (valid UTF-8) as PCRE2 must see it to find the reference's classes: a character that they class differently is

@@ -13,8 +13,7 @@ ParameterSpec constant_spec(std::string name, std::vector<int64_t> shape, std::s
 // Embedding, head, routers and gates: AdamW updates them under Muon, too.
 ParameterSpec adamw(ParameterSpec spec);
 
-// OWNgate_up [2I, H] and OWNdown [H, I] of an MLP. `expert`: [E, 2I, H] and [E, H, I], stacked of the experts whose
-// Hub names begin with `hubs`.
+// OWNgate_up [2I, H] and OWNdown [H, I] of an MLP. `expert`: [E, 2I, H] and [E, H, I], of those that `hubs` name.
 void add_mlp_specs(std::vector<ParameterSpec>& specs, const std::string& own, const std::vector<std::string>& hubs,
                    int64_t hidden, int64_t inner, bool expert, double deviation);
 

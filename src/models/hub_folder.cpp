@@ -136,8 +136,7 @@ ModelWeights::ModelWeights(const std::string& folder, const std::vector<HubTenso
 }
 
 // A stack [E, K, N] as blocks of 32 values along K, two in a byte, the lower half first: NAME_blocks [E, N, K/32, 16],
-// and for each block an exponent of 2, plus 127: NAME_scales [E, N, K/32]. Source: Open Compute Project, Microscaling
-// Formats (MX) specification 1.0.
+// and for each block an exponent of 2, plus 127: NAME_scales [E, N, K/32]. Source: OCP, Microscaling Formats (MX) 1.0.
 bool ModelWeights::is_mxfp4(const HubTensor& tensor) const {
   if (tensor.shape.size() != 3 || files_.find(tensor.name) != nullptr) return false;
   if (files_.find(tensor.name + kBlocks) == nullptr && files_.find(tensor.name + kScales) == nullptr) return false;

@@ -62,8 +62,7 @@ struct HubExport {
   int64_t max_shard_bytes = 5'000'000'000;
 };
 
-// Writes a folder that transformers, vLLM and SGLang load; appears whole or not at all. Memory is bounded, whatever the
-// model's size. Returns the bytes written.
+// Writes a folder that transformers, vLLM and SGLang load, whole or not at all, in bounded memory. Returns its bytes.
 int64_t write_hub_folder(const HubExport& to, const ModelWeights& weights);
 
 }  // namespace marrow

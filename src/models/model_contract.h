@@ -94,8 +94,7 @@ class MoeModel {
   virtual const ModelShape& shape() const = 0;
   virtual std::vector<ParameterSpec> layer_specs(int64_t layer) const = 0;
   virtual std::unique_ptr<DecoderLayer> make_layer(int64_t layer, const ParameterTable&, at::Device) const = 0;
-  // Floating-point operations of one token's forward beside its products with weights, all layers together: attention,
-  // causal at half, and recurrences.
+  // Operations of one token's forward that are no products with weights, of all layers: attention (half), recurrences.
   virtual double mixing_flops_per_token(int64_t seq_len) const = 0;
   // `element`: bytes of an activation's element.
   virtual ActivationBytes activation_bytes(int64_t layer, int64_t element) const = 0;
@@ -115,8 +114,7 @@ double product_flops_per_token(const std::vector<ParameterSpec>& specs, const Mo
 // has but marrow lacks is an error (kUsage) that names it.
 std::unique_ptr<MoeModel> open_model(const Json& config);
 
-// Of a config that keeps its language model's fields under text_config, those, and what the whole says of tied
-// embeddings; else `config` itself.
+// The fields under text_config, where a config has them there, with the whole's tied embeddings; else `config` itself.
 Json language_model_config(const Json& config);
 
 // Every tensor of the model in canonical order: embedding, layers, head; then, of the Hub's, the biases of selection.

@@ -36,8 +36,7 @@ struct Block {
   }
 };
 
-// Runs work(block, scratch, scratch), each scratch for rows · keys, for all blocks; those of a unit
-// in order, by one thread.
+// Runs work(block, scratch, scratch), each scratch for rows · keys, for all blocks; a unit's in order, by one thread.
 template <typename Work>
 void for_blocks(const RowAttention& attention, const Tensor& q, const Tensor& k, const Work& work) {
   const int64_t kv_heads = q.size(0), group = q.size(2);

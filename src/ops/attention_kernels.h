@@ -5,8 +5,7 @@
 
 namespace marrow {
 
-// Query row t sees keys [first_key[t], end_key[t]), which may be none. Both ascend within a segment
-// of queries, and segments see different keys.
+// Query row t sees keys [first_key[t], end_key[t]), or none. Both ascend within a segment; segments share no keys.
 struct RowAttention {
   std::vector<int64_t> segments;  // cumulative query row offsets
   std::vector<int64_t> first_key, end_key;
@@ -53,8 +52,7 @@ bool needs_flash(const at::Tensor& q, const at::Tensor& v, bool masked, bool det
 std::vector<at::Tensor> attention_gpu_forward(const GpuAttention&, const at::Tensor& q, const at::Tensor& k,
                                               const at::Tensor& v);
 
-// {dq, dk, dv} from d_out and {q, k, v, out, log-sum-exp, and the forward's two}. Out and log-sum-exp
-// may be those of a merge over more keys.
+// {dq, dk, dv} from d_out and {q, k, v, out, log-sum-exp (these two also of a merge), and the forward's two}.
 std::array<at::Tensor, 3> attention_gpu_backward(const GpuAttention&, const std::vector<at::Tensor>& saved,
                                                  const at::Tensor& d_out);
 

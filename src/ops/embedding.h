@@ -1,5 +1,4 @@
-// Token embedding as two plain functions: its input has no gradient, so the first stage calls the
-// second with the gradient of what the first returned.
+// Token embedding as two plain functions: the second gets the gradient of what the first returned.
 #pragma once
 #include "ops/parameter.h"
 

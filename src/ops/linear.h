@@ -12,8 +12,7 @@ namespace marrow {
 at::Tensor linear(const at::Tensor& x, const Parameter& weight, WeightGradQueue& queue,
                   const Parameter* bias = nullptr);
 
-// grad [N, K] fp32 += dyᵀ·x for dy [T, N] and x [T, K]; on the GPU bf16 inputs accumulate into fp32
-// in the product itself.
+// grad [N, K] fp32 += dyᵀ·x for dy [T, N] and x [T, K]; on the GPU bf16 accumulates into fp32 in the product itself.
 void accumulate_weight_grad(const at::Tensor& grad, const at::Tensor& dy, const at::Tensor& x);
 
 }  // namespace marrow

@@ -38,8 +38,7 @@ struct MuonStep {
 void muon_update(const at::Tensor& master, const at::Tensor& working, const at::Tensor& grad,
                  const at::Tensor& momentum_buffer, const at::Tensor& grad_scale, const MuonStep& step);
 
-// total += Σ flat². flat [n] fp32 (any shape, contiguous), total [1] fp64 on the same device. Accumulates in fp64 in a
-// fixed order.
+// total += Σ flat², in fp64 in a fixed order. flat fp32 (any shape, contiguous), total [1] fp64 on the same device.
 void add_sum_of_squares(const at::Tensor& flat, const at::Tensor& total);
 
 }  // namespace marrow

@@ -10,8 +10,7 @@ namespace marrow {
 // and cos in plain fp32 arithmetic that is never contracted into FMA.
 void philox_normal(at::Tensor out, int64_t seed, std::string_view name, int64_t first_element, double std);
 
-// In the same way, for the few elements of a vector: ln of numbers that are uniform in (0, high), 0.01 at least. Always
-// computed on the CPU.
+// So too, for the few elements of a vector: ln of numbers uniform in (0, high), at least 0.01. Made on the CPU.
 void philox_log_uniform(at::Tensor out, int64_t seed, std::string_view name, int64_t first_element, double high);
 
 }  // namespace marrow

@@ -77,8 +77,7 @@ Tensor value_heads(const Tensor& qkv, int64_t kv_heads, int64_t size) {
   return v;
 }
 
-// Turns the pairs (c, c + D/2) of the first D elements of heads [T, h, ≥ D] into `out` of their dtype; back with
-// direction = -1.
+// Turns the pairs (c, c + D/2) of the first D elements of heads [T, h, ≥ D] into `out`; back with direction = -1.
 void rotate_heads(const Tensor& heads, const RopeTable& table, const Tensor& positions, double direction,
                   const Tensor& out) {
   const int64_t half = table.cos.size(1);

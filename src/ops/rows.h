@@ -24,8 +24,7 @@ struct ExpertPermutation {
 // host synchronisation. expert_count ≤ 1024.
 ExpertPermutation expert_permutation(const at::Tensor& experts, int64_t expert_count);
 
-// out[r] = x[source_of_row[r]] for r < rows; a row without a source (-1) is zero. x [T, H] fp32 or bf16 → [rows, H];
-// rows ≤ R of the map.
+// out[r] = x[source_of_row[r]] for r < rows ≤ R; zero without a source (-1). x [T, H] fp32 or bf16 → [rows, H].
 at::Tensor gather_rows(const at::Tensor& x, const RowMap& map, int64_t rows);
 
 // The same in the order of experts, for the product with `reader` [E, ..]: handed over in fp8 too where that is in fp8.

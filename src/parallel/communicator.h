@@ -36,12 +36,10 @@ struct Operation {
   bool sums() const { return kind == kAllReduce || kind == kReduceScatter; }
 };
 
-// One group of ranks, on one kind of device. Every rank of the group calls the same operations in the
-// same order with fitting sizes. An operation starts after what the current stream holds so far (GPU)
-// and runs on a stream of the communicator's own; those of one communicator run in the order of the
-// calls. Tensors are contiguous, of the communicator's device, and are neither written nor, where the
-// operation writes them, read before wait(). Reductions are sums in the tensors' dtype: fp32, fp64,
-// int32 or int64; all else moves any dtype.
+// One group of ranks, on one kind of device. Every rank of the group calls the same operations in the same order with
+// fitting sizes. On a GPU an operation starts after what the current stream holds so far and runs on a stream of the
+// communicator's own, one after the other. Tensors are contiguous, of its device, and are neither written nor, where
+// the operation writes them, read before wait(). Sums are in the tensors' dtype; all else moves any dtype.
 class Communicator {
  public:
   // `ranks`: the members' ranks in the world, ascending; `world_rank` is this one.
@@ -85,8 +83,7 @@ class Communicator {
   virtual PendingTransfer start(const Operation& operation) = 0;
 
  protected:
-  // Of an all_to_all: bytes of a row, and the first row of each rank, after checking that `rows` has an entry for each
-  // rank and sums to the rows of `values`.
+  // Of an all_to_all: bytes of a row, and the first row of each rank; checks that `rows` fits the ranks and `values`.
   static int64_t row_bytes(const Tensor& values);
   std::vector<int64_t> row_starts(const Tensor& values, Counts rows) const;
   // The place of the tensor's dtype among those that are summed: fp32, fp64, int32, int64.
@@ -103,8 +100,7 @@ class RunRecords;
 // may be more ranks than cores. Any number of bytes goes.
 std::unique_ptr<Communicator> make_mpi_communicator(const std::string& name, const std::vector<int64_t>& ranks,
                                                     int64_t world_rank, RunRecords* records);
-// On GPUs over NCCL, each with a high-priority stream of its own; errors carry NCCL's last message. `identity`: what
-// the first rank of the group made.
+// On GPUs over NCCL, each with a high-priority stream; errors carry NCCL's last message. `identity`: the first rank's.
 std::string new_nccl_identity();
 std::unique_ptr<Communicator> make_nccl_communicator(const std::string& name, const std::vector<int64_t>& ranks,
                                                      int64_t world_rank, const std::string& identity, at::Device device,

@@ -6,8 +6,7 @@
 namespace marrow {
 namespace {
 
-// Where a rank's rows lie. Its local order is the global one, so what a row sees is a range of any
-// rank's rows.
+// Where a rank's rows lie. Its local order is the global one, so a row sees a range of any rank's rows.
 struct Zigzag {
   int64_t seq_len, chunk, cp;
 

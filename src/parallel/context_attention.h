@@ -12,19 +12,17 @@ namespace marrow {
 // is even; sequences one after another. The places within a sequence of the rank's rows of it, ascending.
 std::vector<int64_t> zigzag_positions(int64_t seq_len, int64_t cp, int64_t c);
 
-// attention() of the micro-batch that `layout` describes whole, over all ranks of `ring`, each with its
-// rows of q, k and v; seq_len divides by 2·cp. No ring, or one rank: attention() itself. Every rank
-// must call it, and its backward, in the same order. Keys travel in their own dtype, their gradients in
-// fp32. bf16 on the GPU: cuDNN, or flash with documents, a window or `deterministic`. Each rank adds its rows' part of
-// the gradient of `sinks`.
+// attention() of the micro-batch that `layout` describes whole, over all ranks of `ring`, each with its rows of q, k
+// and v; seq_len divides by 2·cp. No ring, or one rank: attention() itself. Every rank must call it, and its backward,
+// in the same order. Keys travel in their own dtype, their gradients in fp32. bf16 on the GPU: cuDNN, or flash with
+// documents, a window or `deterministic`. Each rank adds its rows' part of the gradient of `sinks`.
 at::Tensor context_attention(const at::Tensor& q,  // [T / cp, Hq, D]
                              const at::Tensor& k,  // [T / cp, Hkv, D]
                              const at::Tensor& v,  // [T / cp, Hkv, Dv]
                              const AttentionLayout& layout, double scale, bool deterministic, Communicator* ring,
                              const Parameter& sinks = {});
 
-// What follows is how a step of the ring is computed, pure functions for tests. `c` asks, `peer` owns
-// the keys.
+// What follows is how a step of the ring is computed, pure functions for tests. `c` asks, `peer` owns the keys.
 
 // Which of peer's rows each of c's rows sees.
 RowAttention ring_rows(const AttentionLayout&, int64_t cp, int64_t c, int64_t peer, double scale);

@@ -1,5 +1,4 @@
-// Recurrent layers over sequences that are split among the ranks of a context group, as context_attention.h splits
-// them.
+// Recurrent layers over sequences that the ranks of a context group share, split as context_attention.h does.
 #pragma once
 #include "ops/attention.h"
 #include "ops/parameter.h"

@@ -16,11 +16,10 @@ struct DispatchedTokens {
   int64_t expert_rows = 0;  // pairs of this rank's experts; at most Q·k where only a bound is known
 };
 
-// The exchange of one layer and micro-batch. Its four moves come in pairs of start and finish, so that
-// work goes on between them; every rank of the group makes the same moves in the same order, also where
-// it has no row. In a group of two every token goes to both ranks: at a usual top-k nearly all would,
-// and the host need not know any size. In larger groups counts are exchanged first, by plan(), and the
-// host waits for them in start_dispatch.
+// The exchange of one layer and micro-batch. Its four moves come in pairs of start and finish, so that work goes on
+// between them; every rank of the group makes the same moves in the same order, also where it has no row. In a group of
+// two every token goes to both ranks: at a usual top-k nearly all would, and the host need know no size. In larger ones
+// counts are exchanged first, by plan(), and the host waits for them in start_dispatch.
 class ExpertDispatch {
  public:
   // `experts` E of the model; the group outlives this. Without `overlap` every start waits.

@@ -6,8 +6,7 @@
 namespace marrow {
 namespace {
 
-// Tensors start at multiples of 64 elements: the kernels read 16 bytes at once, and grouped
-// products ask for aligned matrices.
+// Tensors start at multiples of 64 elements: kernels read 16 bytes at once, grouped products want aligned matrices.
 constexpr int64_t kAlignment = 64;
 
 int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }

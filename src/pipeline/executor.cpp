@@ -89,8 +89,7 @@ void Executor::run_passes(const PipelinePass& forward, const PipelinePass& backw
   if (up != nullptr) finish_backward(backward, *up, weight_grads);
 }
 
-// Layer by layer, each direction's steps between the other's, if there are both: what one sends, the other's products
-// hide.
+// Layer by layer, each direction's steps between the other's, if there are both: its products hide what those send.
 void Executor::run_layers(const PipelinePass& forward, Flight* down, const PipelinePass& backward, Flight* up,
                           bool weight_grads) {
   const auto range = [&](const PipelinePass& pass) {

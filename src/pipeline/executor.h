@@ -21,8 +21,7 @@ class Executor {
     bool deterministic = false;
     bool overlap = true;  // false: every exchange of tokens is waited for where it starts
   };
-  // Model, store (with all its groups), and what `parts` points to outlive the executor. `tracker` may be null at
-  // inference.
+  // Model, store (with all its groups), and what `parts` points to outlive it. `tracker` may be null at inference.
   Executor(const MoeModel& model, const ModelParts& parts, ParameterStore& store, BalanceTracker* tracker,
            const Options& options);
   Executor(const Executor&) = delete;

@@ -20,10 +20,9 @@ struct LayerRange {
 // micro-batch of `tokens` tokens on a rank, the traffic of a layer's weights and weight gradients.
 ModelCosts model_costs(const MoeModel& model, int64_t seq_len, int64_t tokens, int64_t ep);
 
-// The layers of each chunk, by its place in the model: consecutive, none empty, all layers once. The
-// slowest rank is as fast as can be, the head counted where the last chunk is; where an eighth of a
-// mean layer decides, it is the fewest layers on a rank (memory), then the fastest slowest chunk.
-// Fewer layers than chunks: Error (kUsage).
+// The layers of each chunk, by its place in the model: consecutive, none empty, all layers once. The slowest rank is as
+// fast as can be, the head counted where the last chunk is; where an eighth of a mean layer decides, it is the fewest
+// layers on a rank (memory), then the fastest slowest chunk. Fewer layers than chunks: Error (kUsage).
 std::vector<LayerRange> place_layers(const PipelineShape& shape, const ModelCosts& costs);
 
 // Of `tokens` a micro-batch: a backward takes two forwards, a fused pair the sum of its halves.

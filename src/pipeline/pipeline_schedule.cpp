@@ -64,8 +64,7 @@ std::vector<PipelineAction> dual_pipe_v(int64_t pp, int64_t rank, int64_t n) {
   repeat(rank + 1, [&] { list.forward(0), list.forward(1); });
   // The first backwards hand their input gradient on before their weights': the ranks below wait.
   repeat(deeper, [&] { list.backward_input(1), list.weight_grad(), list.forward(1); });
-  // Main phase: fused pairs. The turn's first is not fused, so that its forward reaches the rank
-  // above without waiting for a backward.
+  // Main phase: fused pairs. The turn's first is not fused: its forward reaches the rank above without a backward.
   const int64_t main = n - 2 * pp + rank + 1;  // ≥ 1, since n ≥ 2 pp
   for (int64_t i = 0; i < main; ++i) {
     if (i == 0 && deeper == 0) {

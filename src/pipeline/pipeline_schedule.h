@@ -1,9 +1,8 @@
 // Pipeline schedules as pure functions: what each rank does, in which order, and what it sends.
 //
-// The model is cut into consecutive chunks. 1F1B: rank r has one, chunk r. DualPipeV: rank r has two,
-// r and 2·pp − 1 − r, so that a micro-batch goes down the ranks and up again (a V, embedding and head
-// both on rank 0); forwards of one direction run together with backwards of the other. A rank calls
-// its chunks slot 0 and slot 1.
+// The model is cut into consecutive chunks. 1F1B: rank r has one, chunk r. DualPipeV: rank r has two, r and
+// 2·pp − 1 − r, so that a micro-batch goes down the ranks and up again (a V, embedding and head both on rank 0);
+// forwards of one direction run together with backwards of the other. A rank calls its chunks slot 0 and slot 1.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -72,10 +71,9 @@ struct PipelineMessage {
   bool operator==(const PipelineMessage&) const = default;
 };
 
-// Every message from rank `from` to its neighbour `to`, in the order sent. The receiver takes them
-// off the link in this very order, so the two ends cannot differ; it may have to take a message
-// before the one it needs, and then keeps it: at most kEarlyMessages at a time (proven by
-// simulate_pipeline).
+// Every message from rank `from` to its neighbour `to`, in the order sent. The receiver takes them off the link in this
+// very order, so the two ends cannot differ; it may have to take a message before the one it needs, and then keeps it:
+// at most kEarlyMessages at a time (proven by simulate_pipeline).
 std::vector<PipelineMessage> link_messages(const PipelineShape& shape, int64_t micro_batches, int64_t from, int64_t to);
 constexpr int64_t kEarlyMessages = 1;
 

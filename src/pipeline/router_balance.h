@@ -1,5 +1,4 @@
-// Router statistics of a step, and what each balance mode makes of them (design: every layer's
-// loss is E · Σ f_i · P_i; 1 is balanced).
+// Router statistics of a step, and what each balance mode makes of them. A layer's loss is E · Σ f_i · P_i.
 #pragma once
 #include "models/model_contract.h"
 #include "parallel/communicator.h"

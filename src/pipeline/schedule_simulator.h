@@ -1,5 +1,4 @@
-// Runs the schedules of all pipeline ranks event by event: proves that they fit together and says
-// how long they take.
+// Runs the schedules of all pipeline ranks event by event: proves that they fit together, says how long they take.
 #pragma once
 #include <vector>
 

@@ -1,5 +1,4 @@
-// An autograd graph of its own for a piece of the model, so that a scheduler decides when its
-// backward runs.
+// An autograd graph of its own for a piece of the model, so that a scheduler decides when its backward runs.
 #pragma once
 #include "ops/pch.h"
 
@@ -7,9 +6,8 @@ namespace marrow {
 
 class StageGraph {
  public:
-  // Calls `body` on leaves that stand for `inputs` and keeps the graph that its outputs carry.
-  // Inputs and outputs may be undefined; they then have no gradient. Returns the outputs cut off
-  // from the graph.
+  // Calls `body` on leaves that stand for `inputs` and keeps the graph that its outputs carry; returns them cut off
+  // from it. Inputs and outputs may be undefined; they then have no gradient.
   std::vector<at::Tensor> forward(const std::vector<at::Tensor>& inputs,
                                   const std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)>& body);
 

@@ -77,8 +77,7 @@ class Checkpoint {
   Json config_;
 };
 
-// The newest sound checkpoint in `dir`, if any, the same on all ranks. Each newer one that is damaged or was not
-// finished is named in a warning.
+// The newest sound checkpoint in `dir`, if any, the same on all ranks. Warnings name newer damaged or unfinished ones.
 std::optional<Checkpoint> newest_checkpoint(const std::string& dir, Logger& log, const ContentCheck& check = {});
 // `path` itself where it is a checkpoint, else the newest one in it or in its checkpoints/.
 Checkpoint open_checkpoint(const std::string& path, Logger& log);

@@ -77,8 +77,7 @@ void check_contents(const std::string& folder, const ContentCheck& check);
 // file's, and a change of one word always shows. `offset`: where in the file `bytes` begin.
 uint64_t range_checksum(std::span<const std::byte> bytes, int64_t offset);
 
-// Keeps the `keep` newest complete ones (0: all) and always `saved`; removes what an interrupted
-// save left.
+// Keeps the `keep` newest complete ones (0: all) and always `saved`; removes what an interrupted save left.
 void remove_old_checkpoints(const std::string& dir, int64_t keep, const std::string& saved);
 void remove_stale_staging(const std::string& dir);
 

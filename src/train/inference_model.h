@@ -8,8 +8,7 @@
 namespace marrow {
 
 struct InferenceModel {
-  // `path`: a checkpoint, a folder of checkpoints (the newest), or a Hugging Face folder. bf16 on a GPU, fp32 on the
-  // CPU.
+  // `path`: a checkpoint, a folder of checkpoints (the newest), or a Hugging Face folder. bf16 on a GPU, else fp32.
   InferenceModel(const std::string& path, bool use_gpu, Logger& logger);
 
   std::string folder;

@@ -1,5 +1,4 @@
-// A run's numbers: metrics.jsonl is the truth; the console line, TensorBoard and the report derive
-// from it.
+// A run's numbers: metrics.jsonl is the truth; the console line, TensorBoard and the report derive from it.
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -54,8 +53,7 @@ class TensorboardWriter {
 // CRC-32C (Castagnoli) of `bytes`, for tests of the framing.
 uint32_t crc32c(std::string_view bytes);
 
-// Appends to DIR/metrics.jsonl and DIR/tensorboard/; each line is on its way to the disk when the
-// call returns.
+// Appends to DIR/metrics.jsonl and DIR/tensorboard/; each line is on its way to the disk when the call returns.
 class MetricsWriter {
  public:
   // The state after `resumed_step` is what the run goes on from (0: a new run): later lines, which

@@ -23,8 +23,7 @@ class Optimizer {
   // `step` counts from 1.
   void step(double learning_rate, int64_t step, const at::Tensor& loss);
 
-  // Norm before clipping of the last step's gradients, [1] fp64 on the device: that of the model,
-  // whatever the mesh.
+  // Norm before clipping of the last step's gradients, [1] fp64 on the device: the model's, whatever the mesh.
   at::Tensor grad_norm() const { return norm_; }
 
  private:

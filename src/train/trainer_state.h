@@ -30,9 +30,8 @@ TrainerState parse_trainer_state(const Json& json);
 // may differ in fields that change nothing of what it computes.
 void check_same_model(const Json& saved, const Json& current);
 
-// Errors (kUsage), naming the config key and both values, unless a run of `current` and
-// `current_config` (config.json) goes on where `saved` stopped. Steps, mesh, log, checkpoint,
-// global batch and learning rate may differ.
+// Errors (kUsage), naming the config key and both values, unless a run of `current` and `current_config` (config.json)
+// goes on where `saved` stopped. Steps, mesh, log, checkpoint, global batch and learning rate may differ.
 void check_resumable(const TrainerState& saved, const Json& saved_config, const TrainerState& current,
                      const Json& current_config);
 
