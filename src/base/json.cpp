@@ -2,6 +2,7 @@
 
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <charconv>
 #include <cmath>
 #include <nlohmann/json.hpp>
@@ -43,6 +44,11 @@ Json Json::parse(std::string_view text, const std::string& origin, ExitCode code
     }
     return true;
   };
+  // To the library a zero byte is the end, whatever follows.
+  const std::string_view before = text.substr(0, text.find('\0'));
+  MARROW_CHECK(before.size() == text.size(), code, Fix("repair or regenerate this JSON file"),
+               "{}: not valid JSON: at line {}, column {}: a zero byte", origin,
+               1 + std::count(before.begin(), before.end(), '\n'), before.size() - before.rfind('\n'));
   try {
     document->root = Node::parse(text, note_key);
   } catch (const nlohmann::json::exception& error) {

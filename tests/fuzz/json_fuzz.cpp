@@ -31,6 +31,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using marrow::Json;
   accepts([&] {
     const Json json = Json::parse(text_of(data, size), "the input");
+    require(text_of(data, size).find('\0') == std::string_view::npos, "JSON has no zero byte");
     require(Json::parse(json.dump(), "its dump").dump() == json.dump(), "a dump reads back to the same value");
     marrow::visit(json);
   });

@@ -104,6 +104,7 @@ TEST_F(SafetensorsTest, RefusesDamagedLengths) {
   expect_contains(refusal(make_file(" {}", 0)), {"does not start with"});
   expect_contains(refusal(make_file("{]", 0)), {"not valid JSON"});
   expect_contains(refusal(make_file("[1]", 0)), {"does not start with"});
+  expect_contains(refusal(make_file(std::string("{}\0{x", 5), 0)), {"not valid JSON", "column 3: a zero byte"});
 }
 
 TEST_F(SafetensorsTest, RefusesFaultyEntries) {
