@@ -16,8 +16,8 @@ struct Parameter {
 };
 
 // The backward of linear, grouped_linear, router and add_expert_bias_ pushes the addition of its weight's gradient
-// here; `run_all` performs them in the order of pushing (so sums do not depend on when). A task owns the tensors that it
-// reads.
+// here; `run_all` performs them in the order of pushing (so sums do not depend on when). A task owns the tensors that
+// it reads.
 class WeightGradQueue {
  public:
   void push(std::function<void()> task) { tasks_.push_back(std::move(task)); }
