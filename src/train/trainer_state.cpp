@@ -6,6 +6,7 @@
 #include <set>
 
 #include "models/config_fields.h"
+#include "models/hub_folder.h"
 
 namespace marrow {
 namespace {
