@@ -10,8 +10,9 @@
 // alignment of vector accesses; no barrier missing where one of the orders shows it; no lane missing at a shuffle;
 // launch sizes; no pointer to host memory; arithmetic within the tests' tolerances; every kernel was launched.
 // What it does not: the memory model (a race that none of the orders shows; fences), bounds within one struct of shared
-// memory, registers and spills, what the compiler for the GPU makes of it, speed. Of PTX it knows what ptx.h has, and
-// nothing of CUTLASS and cuBLAS: cmake/emulator.cmake lists what is left out, and why.
+// memory, the use of device memory by the host, registers and spills, what the compiler for the GPU makes of it, speed.
+// Of PTX it knows what ptx.h has, and nothing of CUTLASS and cuBLAS: cmake/emulator.cmake lists what is left out, and
+// why.
 #pragma once
 #include <cstddef>
 #include <cstdint>

@@ -8,18 +8,20 @@ using at::Tensor;
 
 Tensor scale_of(double value, at::Device device) { return at::full({1}, value, at::device(device).dtype(at::kFloat)); }
 
-// Buffers of n elements that start at an address of odd alignment where `offset` is odd.
+// Buffers of n elements. One of them starts at an address of odd alignment, with kAll all do, with kNone none.
 struct Buffers {
+  static constexpr int kNone = -1, kAll = 5;
   Tensor master, working, grad, exp_avg, exp_avg_sq;
-  Buffers(int64_t n, int64_t offset, at::ScalarType moments, at::Device device) {
-    const auto part = [&](at::ScalarType dtype, int64_t seed, double scale) {
+  Buffers(int64_t n, int odd, at::ScalarType moments, at::Device device) {
+    const auto part = [&](int which, at::ScalarType dtype, int64_t seed, double scale) {
+      const int64_t offset = odd == kAll || odd == which ? 1 : 0;
       return random_tensor({n + offset}, dtype, device, seed, scale).slice(0, offset);
     };
-    master = part(at::kFloat, 1, 1.0);
-    working = part(at::kBFloat16, 1, 1.0);
-    grad = part(at::kFloat, 2, 0.1);
-    exp_avg = part(moments, 3, 0.01);
-    exp_avg_sq = part(moments, 4, 0.01).abs_();
+    master = part(0, at::kFloat, 1, 1.0);
+    working = part(1, at::kBFloat16, 1, 1.0);
+    grad = part(2, at::kFloat, 2, 0.1);
+    exp_avg = part(3, moments, 3, 0.01);
+    exp_avg_sq = part(4, moments, 4, 0.01).abs_();
   }
   std::vector<Tensor> all() const { return {master, working, grad, exp_avg, exp_avg_sq}; }
 };
@@ -28,9 +30,9 @@ TEST(Adamw, MatchesTheFormula) {
   for (const at::Device device : test_devices()) {
     for (const auto moments : {at::kFloat, at::kBFloat16}) {
       for (const int64_t n : {0, 1, 7, 1024, 20011}) {
-        for (const int64_t offset : {0, 1}) {
-          SCOPED_TRACE(fmt::format("{} {} n={} offset {}", device.str(), c10::toString(moments), n, offset));
-          Buffers b(n, offset, moments, device);
+        for (int odd = Buffers::kNone; odd <= Buffers::kAll; ++odd) {
+          SCOPED_TRACE(fmt::format("{} {} n={} odd {}", device.str(), c10::toString(moments), n, odd));
+          Buffers b(n, odd, moments, device);
           const auto plain = [](const Tensor& t) { return t.cpu().to(at::kDouble); };
           Tensor w = plain(b.master), m = plain(b.exp_avg), v = plain(b.exp_avg_sq);
           AdamwStep step{1e-2, 0.9, 0.95, 1e-8, 0.1, 0, false};
@@ -64,7 +66,7 @@ TEST(Adamw, MatchesTheFormula) {
 TEST(Adamw, GateLeavesEverythingUntouched) {
   for (const at::Device device : test_devices()) {
     for (const double scale : {0.0, std::nan(""), double{INFINITY}}) {
-      Buffers b(1031, 0, at::kFloat, device);
+      Buffers b(1031, Buffers::kNone, at::kFloat, device);
       std::vector<Tensor> before;
       for (const Tensor& t : b.all()) before.push_back(t.clone());
       b.grad.fill_(std::nan(""));
