@@ -51,7 +51,7 @@ class Requests {
       check_mpi(MPI_Irecv(into, count, MPI_BYTE, static_cast<int>(from), tag, comm, add(from, count)), "MPI_Irecv");
     });
   }
-  // body(offset, count, request) for parts of `elements`.
+  // body(offset, count, request) for parts of `elements`, of 8 bytes or less.
   template <typename Body>
   void collective(int64_t elements, const char* call, const Body& body) {
     for_each_part(elements, kMessageBytes / 8,
@@ -217,6 +217,13 @@ class MpiCommunicator : public Communicator {
         requests->collective(values.numel(), "MPI_Iallreduce", [&](int64_t at, int n, MPI_Request* request) {
           return MPI_Iallreduce(MPI_IN_PLACE, address(values, at), n, type, MPI_SUM, comm_, request);
         });
+        break;
+      case Operation::kBroadcast:
+        requests->collective(static_cast<int64_t>(values.nbytes()), "MPI_Ibcast",
+                             [&](int64_t at, int n, auto* request) {
+                               void* data = static_cast<char*>(values.data_ptr()) + at;
+                               return MPI_Ibcast(data, n, MPI_BYTE, static_cast<int>(operation.from), comm_, request);
+                             });
         break;
       case Operation::kReduceScatter:
         reduce_scatter(*requests, values, operation.sent_parts, type);

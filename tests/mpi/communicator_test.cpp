@@ -57,19 +57,17 @@ TEST_F(CommunicatorTest, AllReduceSums) {
 TEST_F(CommunicatorTest, AllReduceGivesAllRanksTheSameBits) {
   at::Tensor values = at::rand({9973}, on_device(at::kFloat)) * static_cast<float>(rank() + 1) / 3;
   world().all_reduce(values).wait();
-  const at::Tensor all = values.repeat({size()});
-  std::vector<int64_t> bounds;
-  for (int64_t r = 0; r <= size(); ++r) bounds.push_back(r * values.numel());
-  world().all_gather(all, bounds).wait();
-  for (const at::Tensor& other : all.chunk(size())) EXPECT_TRUE(at::equal(values, other));
+  const at::Tensor first = values.clone();
+  world().broadcast(first, 0).wait();
+  EXPECT_TRUE(at::equal(values, first));
 }
 
-TEST_F(CommunicatorTest, AnyDtypeIsGathered) {
-  std::vector<int64_t> bounds;
-  for (int64_t r = 0; r <= size(); ++r) bounds.push_back(r * 15);
-  const at::Tensor values = at::full({size() * 15}, static_cast<double>(rank() + 1), on_device(at::kBFloat16));
-  world().all_gather(values, bounds).wait();
-  EXPECT_TRUE(at::equal(values, at::arange(1, size() + 1, on_device(at::kBFloat16)).repeat_interleave(15)));
+TEST_F(CommunicatorTest, BroadcastMovesAnyDtypeFromAnyRank) {
+  for (int64_t root = 0; root < size(); ++root) {
+    const at::Tensor values = at::full({3, 5}, static_cast<double>(rank() + 1), on_device(at::kBFloat16));
+    world().broadcast(values, root).wait();
+    EXPECT_TRUE(at::equal(values, at::full({3, 5}, static_cast<double>(root + 1), on_device(at::kBFloat16))));
+  }
 }
 
 TEST_F(CommunicatorTest, GatherAndReduceScatterOfEqualAndUnequalRanges) {
@@ -198,17 +196,11 @@ TEST_F(CommunicatorTest, ChecksNameBothRanksAndBothSizes) {
   const std::string sizes =
       thrown([&] { group.all_reduce(at::ones({rank() == 1 ? 9 : 8}, on_device(at::kFloat))).wait(); });
   EXPECT_EQ(sizes, "group world: rank 0 calls all_reduce of 32 bytes, rank 1 all_reduce of 36 bytes");
-  std::vector<int64_t> whole(size() + 1, 8);  // rank 0 has all
-  whole[0] = 0;
   const std::string kinds =
-      thrown([&] { rank() == 1 ? group.all_gather(values, whole).wait() : group.all_reduce(values).wait(); });
-  EXPECT_EQ(kinds, "group world: rank 0 calls all_reduce of 32 bytes, rank 1 all_gather of 32 bytes");
-  std::vector<int64_t> other = whole;
-  if (rank() == 1) other[1] = 3;
-  const std::string bounds = thrown([&] { group.all_gather(values, other).wait(); });
-  EXPECT_EQ(bounds,
-            "group world: rank 0 calls all_gather of 32 bytes with bound 1 at 8, rank 1 all_gather of 32 bytes "
-            "with bound 1 at 3");
+      thrown([&] { rank() == 1 ? group.broadcast(values, 0).wait() : group.all_reduce(values).wait(); });
+  EXPECT_EQ(kinds, "group world: rank 0 calls all_reduce of 32 bytes, rank 1 broadcast of 32 bytes");
+  const std::string roots = thrown([&] { group.broadcast(values, rank() == 1 ? 1 : 0).wait(); });
+  EXPECT_EQ(roots, "group world: rank 0 calls broadcast of 32 bytes from 0, rank 1 broadcast of 32 bytes from 1");
 
   if (test_device().is_cuda()) return;  // what was sent wrongly would be waited for
   const std::string message = thrown([&] {
