@@ -1,5 +1,6 @@
 #include "ops/optimizer.h"
 
+#include "ops/cpu_math.h"
 #include "ops/op_tools.h"
 
 namespace marrow {
@@ -16,6 +17,36 @@ AdamwFactors factors_of(const AdamwStep& step) {
           static_cast<float>(1.0 / std::sqrt(correction2)),
           static_cast<float>(step.eps),
           step.zero_grad};
+}
+
+// The first n (at most 8) of 8 elements of fp32 masters and moments.
+void update8(const AdamwFactors& f, float scale, float* master, const float* grad, float* exp_avg, float* exp_avg_sq,
+             int64_t n) {
+  const auto all = [](float x) { return _mm256_set1_ps(x); };
+  const __m256 g = _mm256_mul_ps(all(scale), load8(grad, n));
+  __m256 m = load8(exp_avg, n), v = load8(exp_avg_sq, n);
+  m = _mm256_fmadd_ps(all(f.one_minus_beta1), _mm256_sub_ps(g, m), m);
+  v = _mm256_fmadd_ps(all(f.beta2), v, _mm256_mul_ps(_mm256_mul_ps(all(f.one_minus_beta2), g), g));
+  const __m256 denominator = _mm256_fmadd_ps(_mm256_sqrt_ps(v), all(f.inverse_correction2), all(f.eps));
+  const __m256 w = _mm256_mul_ps(load8(master, n), all(f.decay));
+  const __m256 change = _mm256_div_ps(_mm256_mul_ps(all(f.step_size), m), denominator);
+  store8(exp_avg, m, n);
+  store8(exp_avg_sq, v, n);
+  store8(master, _mm256_sub_ps(w, change), n);
+}
+
+// All fp32 but `working` (bf16, or undefined).
+void update_cpu(const AdamwFactors& f, float scale, const Tensor& master, const Tensor& working, const Tensor& grad,
+                const Tensor& exp_avg, const Tensor& exp_avg_sq) {
+  const int64_t n = master.numel();
+  float *w = floats(master), *g = floats(grad), *m = floats(exp_avg), *v = floats(exp_avg_sq);
+  auto* rounded = working.defined() ? working.data_ptr<at::BFloat16>() : nullptr;
+  at::parallel_for(0, (n + 1023) / 1024, 16, [&](int64_t first, int64_t last) {
+    const int64_t begin = first * 1024, end = std::min(last * 1024, n);
+    for (int64_t i = begin; i < end; i += 8) update8(f, scale, w + i, g + i, m + i, v + i, end - i);
+    if (rounded != nullptr) std::copy(w + begin, w + end, rounded + begin);
+    if (f.zero_grad) std::fill(g + begin, g + end, 0.0f);
+  });
 }
 
 constexpr int64_t kElementsAtOnce = int64_t{1} << 26;  // bounds the temporaries
@@ -71,21 +102,22 @@ void adamw_update(const Tensor& master, const Tensor& working, const Tensor& gra
   check_tensor("grad", grad, at::kFloat, sizes, device);
   check_tensor("exp_avg", exp_avg, kWorkingDtype, sizes, device);
   check_tensor("exp_avg_sq", exp_avg_sq, exp_avg.scalar_type(), sizes, device);
+  const AdamwFactors factors = factors_of(step);
   if (master.is_cuda()) {
-    MARROW_CUDA_CALL(adamw_update_cuda(master, working, grad, exp_avg, exp_avg_sq, grad_scale, factors_of(step)));
+    MARROW_CUDA_CALL(adamw_update_cuda(master, working, grad, exp_avg, exp_avg_sq, grad_scale, factors));
     return;
   }
   const float scale = *floats(grad_scale);
-  if (scale != 0.0f && std::isfinite(scale)) {
-    const Tensor m = exp_avg.to(at::kFloat), v = exp_avg_sq.to(at::kFloat);  // themselves, unless they are bf16
-    const Tensor steps = at::scalar_tensor(static_cast<double>(step.step), at::kFloat);
-    at::_fused_adamw_(master, grad, m, v, {}, steps, step.lr, step.beta1, step.beta2, step.weight_decay, step.eps,
-                      /*amsgrad=*/false, /*maximize=*/false, /*grad_scale=*/grad_scale.reciprocal());
-    if (!m.is_same(exp_avg)) exp_avg.copy_(m);
-    if (!v.is_same(exp_avg_sq)) exp_avg_sq.copy_(v);
-    if (working.defined()) working.copy_(master);
+  if (scale == 0.0f || !std::isfinite(scale)) {
+    if (step.zero_grad) grad.zero_();
+    return;
   }
-  if (step.zero_grad) grad.zero_();
+  const Tensor m = exp_avg.to(at::kFloat), v = exp_avg_sq.to(at::kFloat);
+  update_cpu(factors, scale, master, working, grad, m, v);
+  if (!m.is_same(exp_avg)) {  // bf16
+    exp_avg.copy_(m);
+    exp_avg_sq.copy_(v);
+  }
 }
 
 void muon_update(const Tensor& master, const Tensor& working, const Tensor& grad, const Tensor& momentum_buffer,

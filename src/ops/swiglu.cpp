@@ -128,20 +128,6 @@ variable_list clamped_backward(const Tensor& gate_up, const Tensor& row_weight, 
   return {d_gate_up, (d * glu).mul_(of.up).sum(1)};
 }
 
-}  // namespace
-
-Tensor clamped_swiglu(const Tensor& gate_up, const Tensor& row_weight, double alpha, double limit) {
-  const Tensor x = gate_up.detach(), weights = row_weight.detach();
-  check_tensor("clamped_swiglu: gate_up", x, kWorkingDtype, {-1, gate_up.size(-1) / 2 * 2});
-  check_tensor("clamped_swiglu: row_weight", weights, at::kFloat, {gate_up.size(0)});
-  return differentiable({gate_up, row_weight}, {clamped_forward(x, weights, alpha, limit)},
-                        [=](const variable_list& d_out) -> variable_list {
-                          return clamped_backward(x, weights, d_out[0].contiguous(), alpha, limit);
-                        })[0];
-}
-
-namespace {
-
 // reader: of the result in fp8, or none.
 ExpertRows activate(const ExpertRows& gate_up, const Tensor& row_weight, const Parameter* reader) {
   ExpertRows in = gate_up;
@@ -164,6 +150,16 @@ ExpertRows activate(const ExpertRows& gate_up, const Tensor& row_weight, const P
 }
 
 }  // namespace
+
+Tensor clamped_swiglu(const Tensor& gate_up, const Tensor& row_weight, double alpha, double limit) {
+  const Tensor x = gate_up.detach(), weights = row_weight.detach();
+  check_tensor("clamped_swiglu: gate_up", x, kWorkingDtype, {-1, gate_up.size(-1) / 2 * 2});
+  check_tensor("clamped_swiglu: row_weight", weights, at::kFloat, {gate_up.size(0)});
+  return differentiable({gate_up, row_weight}, {clamped_forward(x, weights, alpha, limit)},
+                        [=](const variable_list& d_out) -> variable_list {
+                          return clamped_backward(x, weights, d_out[0].contiguous(), alpha, limit);
+                        })[0];
+}
 
 Tensor swiglu(const Tensor& gate_up, const Tensor& row_weight) {
   return activate({gate_up, {}}, row_weight, nullptr).value;
