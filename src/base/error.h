@@ -1,5 +1,8 @@
 // Errors that name a line of this repository, the values, and the fix.
-#pragma once
+// A guard by name: a precompiled header out of a compiler cache may differ from this file in comments, and g++ then
+// does not know it for the same file.
+#ifndef MARROW_BASE_ERROR_H
+#define MARROW_BASE_ERROR_H
 #include <fmt/format.h>
 
 #include <exception>
@@ -77,3 +80,4 @@ std::string nearest_match(std::string_view text, const std::vector<std::string>&
   } while (false)
 
 #define MARROW_THROW(code, fix, ...) throw ::marrow::Error(code, ::fmt::format(__VA_ARGS__), fix, __FILE__, __LINE__)
+#endif

@@ -271,7 +271,8 @@ void IndexedCorpus::read(int64_t first, std::span<int32_t> out, int64_t vocab_si
     }
     if (lowest >= 0 && static_cast<int64_t>(highest) < vocab_size) return;
     size_t bad = 0;
-    for (fetch(0); stored >= 0 && static_cast<int64_t>(stored) < vocab_size;) fetch(++bad);
+    fetch(bad);
+    while (stored >= 0 && static_cast<int64_t>(stored) < vocab_size) fetch(++bad);
     MARROW_THROW(ExitCode::kBadInput,
                  Fix("use the corpus with a model whose vocab_size covers its tokenizer, or tokenize it again with the "
                      "model's tokenizer"),

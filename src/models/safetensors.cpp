@@ -24,13 +24,14 @@ constexpr std::pair<std::string_view, at::ScalarType> kDtypes[] = {
 
 Fix fetch_again() { return Fix("copy or download the file again; it is damaged"); }
 
-// Bytes of a tensor, or nothing where they exceed 63 bits.
+// Bytes of a tensor, or nothing where they exceed 63 bits; where a size is 0, where the others' do, from which the
+// strides come.
 std::optional<int64_t> bytes_of(at::ScalarType dtype, at::IntArrayRef shape) {
   int64_t bytes = static_cast<int64_t>(at::elementSize(dtype));
   for (const int64_t size : shape) {
-    if (size < 0 || __builtin_mul_overflow(bytes, size, &bytes)) return std::nullopt;
+    if (size < 0 || __builtin_mul_overflow(bytes, std::max<int64_t>(size, 1), &bytes)) return std::nullopt;
   }
-  return bytes;
+  return std::ranges::count(shape, 0) > 0 ? 0 : bytes;
 }
 
 StoredTensor read_entry(const std::string& name, const Json& entry, int64_t data_begin, int64_t data_bytes) {

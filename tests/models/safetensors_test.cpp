@@ -120,6 +120,9 @@ TEST_F(SafetensorsTest, RefusesFaultyEntries) {
   expect_contains(refusal(make_file(one("F32", "[2]", "[0,8,16]"), 8)), {"two offsets"});
   expect_contains(refusal(make_file(one("F32", "[-2]", "[0,8]"), 8)), {"w.shape", "-2"});
   expect_contains(refusal(make_file(one("F32", "[4294967296,4294967296]", "[0,0]"), 0)), {"no possible shape"});
+  // No byte, but strides that overflow.
+  expect_contains(refusal(make_file(one("F32", "[4611686018427387904,4611686018427387904,0]", "[0,0]"), 0)),
+                  {"no possible shape"});
   expect_contains(refusal(make_file(one("F32", "[0.5]", "[0,8]"), 8)), {"integer"});
   expect_contains(refusal(make_file(one("F32", "[2]", "[0,18446744073709551615]"), 8)), {"integer"});
   expect_contains(refusal(make_file(R"({"w":{"dtype":"F32","shape":[2]}})", 8)), {"w.data_offsets", "missing"});
