@@ -78,7 +78,8 @@ void grouped_weight_grad_cuda(View dy, View rows, View offsets, View grad, View 
 void quantize_rows_cuda(View x, View data, View scale, View transposed, View transposed_scale, View offsets);
 
 // Where a kernel that makes experts' rows in bf16, of a width divisible by 16, writes their form in E4M3 beside them
-// (quantize_expert_rows): all three, or none.
+// (quantize_expert_rows): all three, or none. With offsets, whose last entry is known on the device alone, rows from
+// that on stay unwritten, in bf16 and fp32 too.
 struct Fp8RowsView {
   View data, scale, offsets;
 };

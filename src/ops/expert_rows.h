@@ -14,7 +14,7 @@ struct Fp8Handover {
 
 // In bf16, and wherever a product stays in bf16, both handovers are null, and operators do as if there was no fp8.
 struct ExpertRows {
-  at::Tensor value;                                    // [R, C], sorted by expert
+  at::Tensor value;                                    // [≥ R, C], sorted by expert; behind the last's end anything
   at::Tensor offsets;                                  // [E] int32: end row of each expert
   std::shared_ptr<Fp8Handover> fp8 = nullptr;          // of value
   std::shared_ptr<Fp8Handover> d_value_fp8 = nullptr;  // of its gradient: filled by the backward of who reads value

@@ -43,6 +43,17 @@ __device__ __forceinline__ void store_pack(T* to, const float (&from)[N]) {
   *reinterpret_cast<Pack<T, N>*>(to) = pack;
 }
 
+// Rows that exist: `rows`, or of experts' rows, whose number the device alone knows, those before the last of
+// `offsets`.
+struct RowCount {
+  int64_t rows;
+  const int32_t* end = nullptr;
+  RowCount(int64_t all, View offsets) : rows(all) {
+    if (offsets.defined()) end = static_cast<const int32_t*>(offsets) + offsets.elements - 1;
+  }
+  __device__ __forceinline__ bool has(int64_t row) const { return row < rows && (end == nullptr || row < *end); }
+};
+
 // Sum over aligned groups of kLanes lanes of a warp; every lane of a group gets it.
 template <int kLanes, typename T>
 __device__ __forceinline__ T lane_sum(T value) {

@@ -120,9 +120,9 @@ __global__ void place_pairs(const int32_t* experts, int64_t pairs, int64_t top_k
 
 // One warp a row; eight 16-byte loads in flight a lane.
 template <typename Vector>
-__global__ void gather(const Vector* x, const int32_t* source, Vector* out, int64_t count, int64_t width) {
+__global__ void gather(const Vector* x, const int32_t* source, Vector* out, RowCount count, int64_t width) {
   const int64_t row = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / 32;
-  if (row >= count) return;
+  if (!count.has(row)) return;
   const int64_t from = source[row];
   const int lane = threadIdx.x % 32;
   const Vector* in = x + from * width;
@@ -143,9 +143,9 @@ __global__ void gather(const Vector* x, const int32_t* source, Vector* out, int6
 
 // The same with the rows' form in fp8: the warp goes from left to right together.
 __global__ void gather_fp8(const uint4* x, const int32_t* source, uint4* out, const __grid_constant__ Fp8RowWriter fp8,
-                           int64_t count, int64_t width) {
+                           RowCount count, int64_t width) {
   const int64_t row = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / 32;
-  if (row >= count) return;
+  if (!count.has(row)) return;
   const int64_t from = source[row];
   const int lane = threadIdx.x % 32;
   const uint4* in = x + from * width;
@@ -225,16 +225,17 @@ void expert_permutation_cuda(View experts, View block_rows, View offsets, View s
 
 void gather_rows_cuda(View x, View source, View out, const Fp8RowsView& fp8) {
   if (out.elements == 0) return;
+  const RowCount count(out.rows, fp8.offsets);
   const int64_t bytes = out.width * (x.bf16 ? 2 : 4);
   if (fp8.data.defined()) {
     gather_fp8<<<blocks_for(out.rows * 32, kThreads), kThreads, 0, current_stream()>>>(
-        x, source, out, Fp8RowWriter(fp8, out.width), out.rows, bytes / 16);
+        x, source, out, Fp8RowWriter(fp8, out.width), count, bytes / 16);
     MARROW_CUDA_CHECK(cudaGetLastError());
     return;
   }
   const auto launch = [&]<typename Vector>(Vector) {
     gather<Vector><<<blocks_for(out.rows * 32, kThreads), kThreads, 0, current_stream()>>>(
-        x, source, out, out.rows, bytes / static_cast<int64_t>(sizeof(Vector)));
+        x, source, out, count, bytes / static_cast<int64_t>(sizeof(Vector)));
   };
   if (bytes % 16 == 0 && aligned_to(x.data, 16) && aligned_to(out.data, 16)) {
     launch(uint4{});

@@ -28,6 +28,7 @@ ExpertPermutation expert_permutation(const at::Tensor& experts, int64_t expert_c
 at::Tensor gather_rows(const at::Tensor& x, const RowMap& map, int64_t rows);
 
 // The same in the order of experts, for the product with `reader` [E, ..]: handed over in fp8 too where that is in fp8.
+// Rows from R on do not exist, and hold anything.
 ExpertRows gather_expert_rows(const at::Tensor& x, const ExpertPermutation& permutation, int64_t rows,
                               const Parameter& reader);
 

@@ -27,9 +27,9 @@ __device__ __forceinline__ void differentiate(float (&gate)[kWidth], float (&up)
 }
 
 template <typename T, int kWidth>
-__global__ void forward_kernel(const T* gate_up, const float* row_weight, T* out, int64_t rows, int64_t width) {
+__global__ void forward_kernel(const T* gate_up, const float* row_weight, T* out, RowCount rows, int64_t width) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.y;
-  if (row >= rows) return;
+  if (!rows.has(row)) return;
   const T* gate_row = gate_up + row * 2 * width;
   const float weight = row_weight == nullptr ? 1.0f : row_weight[row];
 #pragma unroll 2
@@ -44,9 +44,9 @@ __global__ void forward_kernel(const T* gate_up, const float* row_weight, T* out
 
 template <typename T, int kWidth>
 __global__ void backward_kernel(const T* gate_up, const float* row_weight, const T* d_out, T* d_gate_up,
-                                float* d_row_weight, int64_t rows, int64_t width) {
+                                float* d_row_weight, RowCount rows, int64_t width) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.y;
-  if (row >= rows) return;
+  if (!rows.has(row)) return;
   const T* gate_row = gate_up + row * 2 * width;
   T* d_gate_row = d_gate_up + row * 2 * width;
   const float weight = row_weight == nullptr ? 1.0f : row_weight[row];
@@ -76,9 +76,9 @@ __device__ __forceinline__ Pack<bf16, kPack> rounded(const float (&values)[kPack
 
 // As the two above for bf16, with the results' form in fp8: a warp's lanes go on together, past the end with zeros.
 __global__ void forward_fp8(const bf16* gate_up, const float* row_weight, bf16* out,
-                            const __grid_constant__ Fp8RowWriter fp8, int64_t rows, int64_t width) {
+                            const __grid_constant__ Fp8RowWriter fp8, RowCount rows, int64_t width) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.y;
-  if (row >= rows) return;
+  if (!rows.has(row)) return;
   const bf16* gate_row = gate_up + row * 2 * width;
   const float weight = row_weight == nullptr ? 1.0f : row_weight[row];
   const Fp8Place place = fp8.place(row);
@@ -97,10 +97,10 @@ __global__ void forward_fp8(const bf16* gate_up, const float* row_weight, bf16* 
 }
 
 __global__ void backward_fp8(const bf16* gate_up, const float* row_weight, const bf16* d_out, bf16* d_gate_up,
-                             float* d_row_weight, const __grid_constant__ Fp8RowWriter fp8, int64_t rows,
+                             float* d_row_weight, const __grid_constant__ Fp8RowWriter fp8, RowCount rows,
                              int64_t width) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.y;
-  if (row >= rows) return;
+  if (!rows.has(row)) return;
   const bf16* gate_row = gate_up + row * 2 * width;
   bf16* d_gate_row = d_gate_up + row * 2 * width;
   const float weight = row_weight == nullptr ? 1.0f : row_weight[row];
@@ -177,32 +177,33 @@ __global__ void clamped_backward(const T* gate_up, const float* row_weight, cons
 }  // namespace
 
 void swiglu_forward_cuda(View gate_up, View row_weight, View out, const Fp8RowsView& fp8) {
+  const RowCount rows(out.rows, fp8.offsets);
   if (fp8.data.defined()) {
     forward_fp8<<<blocks_for(out.rows, kWarps), dim3(32, kWarps), 0, current_stream()>>>(
-        gate_up, row_weight, out, Fp8RowWriter(fp8, out.width), out.rows, out.width);
+        gate_up, row_weight, out, Fp8RowWriter(fp8, out.width), rows, out.width);
     MARROW_CUDA_CHECK(cudaGetLastError());
     return;
   }
   const bool packs = in_packs(out.width, gate_up, out);
   launch_packs(out.bf16, packs, [&]<typename T, int kWidth>() {
     forward_kernel<T, kWidth><<<blocks_for(out.rows, kWarps), dim3(32, kWarps), 0, current_stream()>>>(
-        gate_up, row_weight, out, out.rows, out.width);
+        gate_up, row_weight, out, rows, out.width);
   });
 }
 
 void swiglu_backward_cuda(View gate_up, View row_weight, View d_out, View d_gate_up, View d_row_weight,
                           const Fp8RowsView& fp8) {
+  const RowCount rows(d_out.rows, fp8.offsets);
   if (fp8.data.defined()) {
     backward_fp8<<<blocks_for(d_out.rows, kWarps), dim3(32, kWarps), 0, current_stream()>>>(
-        gate_up, row_weight, d_out, d_gate_up, d_row_weight, Fp8RowWriter(fp8, 2 * d_out.width), d_out.rows,
-        d_out.width);
+        gate_up, row_weight, d_out, d_gate_up, d_row_weight, Fp8RowWriter(fp8, 2 * d_out.width), rows, d_out.width);
     MARROW_CUDA_CHECK(cudaGetLastError());
     return;
   }
   const bool packs = in_packs(d_out.width, gate_up, d_out, d_gate_up);
   launch_packs(d_out.bf16, packs, [&]<typename T, int kWidth>() {
     backward_kernel<T, kWidth><<<blocks_for(d_out.rows, kWarps), dim3(32, kWarps), 0, current_stream()>>>(
-        gate_up, row_weight, d_out, d_gate_up, d_row_weight, d_out.rows, d_out.width);
+        gate_up, row_weight, d_out, d_gate_up, d_row_weight, rows, d_out.width);
   });
 }
 
