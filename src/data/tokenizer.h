@@ -41,7 +41,7 @@ struct TokenizerOptions {
 };
 
 // "bytes" (ids 0..255 and 256 for the end of a document), a tokenizer.json, or a folder holding one; the files of
-// `bytes` itself give "bytes". A feature of the file that is not implemented is an Error naming its path in the file.
+// `bytes` itself give "bytes". A feature of the file that marrow lacks is an Error naming its path in the file.
 std::unique_ptr<Tokenizer> open_tokenizer(const std::string& name_or_path, const TokenizerOptions& options = {});
 
 // The hash of the tokenizer.json in `folder`, whether or not it can be read in full; "" if there is none.

@@ -1,4 +1,4 @@
-// Strict reading of tokenizer.json: what is not implemented is an error with its path, so that no token is wrong.
+// Strict reading of tokenizer.json: what marrow lacks is an error with its path, so that no token is wrong.
 #pragma once
 #include <array>
 #include <cstdint>

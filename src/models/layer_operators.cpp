@@ -50,7 +50,8 @@ ExpertRows swiglu_experts(const LayerContext& context, const ExpertRows& rows, c
   const ExpertRows both = grouped_linear(rows, gate_up, *context.weight_grads);
   const ExpertRows activated = swiglu(both, row_weights, down);
   if (context.recompute != nullptr) {
-    context.recompute->add({activated.value}, [=] { return std::vector{swiglu(both.value, row_weights)}; });
+    context.recompute->add({activated.value},
+                           [=] { return std::vector{swiglu(both.value, row_weights, both.offsets)}; });
   }
   return grouped_linear(activated, down, *context.weight_grads);
 }

@@ -77,10 +77,10 @@ void grouped_weight_grad_cuda(View dy, View rows, View offsets, View grad, View 
 // transposed and its scales, each pair may be none.
 void quantize_rows_cuda(View x, View data, View scale, View transposed, View transposed_scale, View offsets);
 
-// Where a kernel that makes experts' rows in bf16, of a width divisible by 16, writes their form in E4M3 beside them
-// (quantize_expert_rows): all three, or none. With offsets, whose last entry is known on the device alone, rows from
-// that on stay unwritten, in bf16 and fp32 too.
-struct Fp8RowsView {
+// What a kernel that makes experts' rows knows of them. offsets, or none: rows from its last entry on, a number that
+// the device alone knows, stay unwritten. data and scale, or neither: the rows, then bf16 and of a width divisible by
+// 16, are also wanted in E4M3 (quantize_expert_rows), by offsets.
+struct ExpertRowsView {
   View data, scale, offsets;
 };
 
@@ -236,8 +236,8 @@ void gated_rms_norm_forward_cuda(View x, View gate, View weight, View out, float
 void gated_rms_norm_backward_cuda(View x, View gate, View weight, View d_out, View dx, View d_gate, View partials,
                                   View weight_grad, float eps);
 
-// out[r] = x[source[r]], zero where source is -1; source int32. fp8: or none; then packs of 16 bytes are aligned.
-void gather_rows_cuda(View x, View source, View out, const Fp8RowsView& fp8 = {});
+// out[r] = x[source[r]], zero where source is -1; source int32. For E4M3 packs of 16 bytes are aligned.
+void gather_rows_cuda(View x, View source, View out, const ExpertRowsView& of_out = {});
 
 // out[t] = residual[t] (or 0) + Σ_j rows[rows_of_source[t, j]] over the indices of rows that exist; sums in fp32.
 void sum_rows_cuda(View rows, View rows_of_source, View residual, View out);
@@ -245,11 +245,11 @@ void sum_rows_cuda(View rows, View rows_of_source, View residual, View out);
 // out[i] = values[index[i]], 0 where index is -1.
 void gather_values_cuda(View values, View index, View out);
 
-// gate_up [R, 2I], row_weight [R] or none, out [R, I]. fp8, or none: of out; of d_gate_up, where I divides by 128.
-void swiglu_forward_cuda(View gate_up, View row_weight, View out, const Fp8RowsView& fp8);
+// gate_up [R, 2I], row_weight [R] or none, out [R, I]. d_gate_up goes into E4M3 only where I divides by 128.
+void swiglu_forward_cuda(View gate_up, View row_weight, View out, const ExpertRowsView& of_out);
 void swiglu_backward_cuda(View gate_up, View row_weight, View d_out, View d_gate_up,
                           View d_row_weight,  // or none
-                          const Fp8RowsView& fp8);
+                          const ExpertRowsView& of_d_gate_up);
 
 // As clamped_swiglu: gate_up [R, 2I] in turn, row_weight [R].
 void clamped_swiglu_forward_cuda(View gate_up, View row_weight, View out, float alpha, float limit);

@@ -47,7 +47,7 @@ __device__ __forceinline__ Fp8Place place_of_row(const int32_t* offsets, int exp
   return {begin * ((columns + kFp8Block - 1) / kFp8Block) + row - begin, offsets[low] - begin};
 }
 
-// Writes the form of rows [R, columns] that warps make, a row each, from left to right.
+// Writes the form of rows [R, columns] that warps make, a row that exists each, from left to right.
 struct Fp8RowWriter {
   uint8_t* data;
   float* scale;
@@ -55,7 +55,7 @@ struct Fp8RowWriter {
   int experts;
   int64_t columns;
 
-  Fp8RowWriter(const Fp8RowsView& to, int64_t width)
+  Fp8RowWriter(const ExpertRowsView& to, int64_t width)
       : data(to.data), scale(to.scale), offsets(to.offsets), experts(to.offsets.elements), columns(width) {}
 
   __device__ Fp8Place place(int64_t row) const { return place_of_row(offsets, experts, row, columns); }
@@ -71,9 +71,7 @@ struct Fp8RowWriter {
     const float inverse = __uint_as_float(fp8_inverse_bits(bits));
     *reinterpret_cast<uint2*>(data + row * columns + column) =
         pack_e4m3([&](int i) { return static_cast<float>(values.items[i]) * inverse; });
-    if (column % kFp8Block == 0 && at.first >= 0) {
-      scale[at.first + column / kFp8Block * at.step] = __uint_as_float(bits);
-    }
+    if (column % kFp8Block == 0) scale[at.first + column / kFp8Block * at.step] = __uint_as_float(bits);
   }
 };
 

@@ -34,15 +34,15 @@ void check_map(const Tensor& matrix, const Tensor& index, const char* name) {
   check_tensor(name, index, at::kInt, index.sizes(), matrix.device());
 }
 
-// out [rows, H]. written: where the GPU writes the rows' form in fp8, or none.
-Tensor gather(const Tensor& x, const Tensor& source_of_row, const Tensor& out, const Fp8RowsView& written = {}) {
+// out [rows, H]. of_out: for the GPU.
+Tensor gather(const Tensor& x, const Tensor& source_of_row, const Tensor& out, const ExpertRowsView& of_out) {
   check_map(x, source_of_row, "source_of_row");
   const int64_t rows = out.size(0);
   MARROW_CHECK(rows <= source_of_row.size(0), ExitCode::kUsage,
                Fix("pass the RowMap that was built for these rows (ops/rows.h)"), "{} rows of a map with {}", rows,
                source_of_row.size(0));
   if (x.is_cuda()) {
-    MARROW_CUDA_CALL(gather_rows_cuda(x, source_of_row, out, written));
+    MARROW_CUDA_CALL(gather_rows_cuda(x, source_of_row, out, of_out));
     return out;
   }
   const int32_t* source = ints(source_of_row);
@@ -144,8 +144,9 @@ ExpertPermutation expert_permutation(const Tensor& experts, int64_t expert_count
   return result;
 }
 
-Tensor gather_rows(const Tensor& x, const RowMap& map, int64_t rows) {
-  return differentiable({x}, {gather(x.detach(), map.source_of_row, rows_like(x, rows))}, gather_backward(map))[0];
+Tensor gather_rows(const Tensor& x, const RowMap& map, int64_t rows, const Tensor& offsets) {
+  const Tensor out = gather(x.detach(), map.source_of_row, rows_like(x, rows), {{}, {}, offsets});
+  return differentiable({x}, {out}, gather_backward(map))[0];
 }
 
 ExpertRows gather_expert_rows(const Tensor& x, const ExpertPermutation& permutation, int64_t rows,

@@ -223,13 +223,13 @@ void expert_permutation_cuda(View experts, View block_rows, View offsets, View s
   MARROW_CUDA_CHECK(cudaGetLastError());
 }
 
-void gather_rows_cuda(View x, View source, View out, const Fp8RowsView& fp8) {
+void gather_rows_cuda(View x, View source, View out, const ExpertRowsView& of_out) {
   if (out.elements == 0) return;
-  const RowCount count(out.rows, fp8.offsets);
+  const RowCount count(out.rows, of_out.offsets);
   const int64_t bytes = out.width * (x.bf16 ? 2 : 4);
-  if (fp8.data.defined()) {
+  if (of_out.data.defined()) {
     gather_fp8<<<blocks_for(out.rows * 32, kThreads), kThreads, 0, current_stream()>>>(
-        x, source, out, Fp8RowWriter(fp8, out.width), count, bytes / 16);
+        x, source, out, Fp8RowWriter(of_out, out.width), count, bytes / 16);
     MARROW_CUDA_CHECK(cudaGetLastError());
     return;
   }

@@ -25,10 +25,10 @@ struct ExpertPermutation {
 ExpertPermutation expert_permutation(const at::Tensor& experts, int64_t expert_count);
 
 // out[r] = x[source_of_row[r]] for r < rows ≤ R; zero without a source (-1). x [T, H] fp32 or bf16 → [rows, H].
-at::Tensor gather_rows(const at::Tensor& x, const RowMap& map, int64_t rows);
+// offsets, of an ExpertPermutation: rows from R on do not exist, and hold anything.
+at::Tensor gather_rows(const at::Tensor& x, const RowMap& map, int64_t rows, const at::Tensor& offsets = {});
 
-// The same in the order of experts, for the product with `reader` [E, ..]: handed over in fp8 too where that is in fp8.
-// Rows from R on do not exist, and hold anything.
+// The same with offsets, for the product with `reader` [E, ..]: handed over in fp8 too where that is in fp8.
 ExpertRows gather_expert_rows(const at::Tensor& x, const ExpertPermutation& permutation, int64_t rows,
                               const Parameter& reader);
 

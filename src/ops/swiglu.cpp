@@ -57,11 +57,11 @@ void backward_cpu(const Tensor& gate_up, const Tensor& row_weight, const Tensor&
   });
 }
 
-// written: where the GPU writes the result's form in fp8, or none.
-Tensor forward(const Tensor& gate_up, const Tensor& row_weight, const Tensor& out, const Fp8RowsView& written = {}) {
+// of_out: for the GPU.
+Tensor forward(const Tensor& gate_up, const Tensor& row_weight, const Tensor& out, const ExpertRowsView& of_out) {
   if (out.numel() == 0) return out;
   if (out.is_cuda()) {
-    MARROW_CUDA_CALL(swiglu_forward_cuda(gate_up, row_weight, out, written));
+    MARROW_CUDA_CALL(swiglu_forward_cuda(gate_up, row_weight, out, of_out));
     return out;
   }
   const Tensor out32 = out.to(at::kFloat);
@@ -161,8 +161,8 @@ Tensor clamped_swiglu(const Tensor& gate_up, const Tensor& row_weight, double al
                         })[0];
 }
 
-Tensor swiglu(const Tensor& gate_up, const Tensor& row_weight) {
-  return activate({gate_up, {}}, row_weight, nullptr).value;
+Tensor swiglu(const Tensor& gate_up, const Tensor& row_weight, const Tensor& offsets) {
+  return activate({gate_up, offsets}, row_weight, nullptr).value;
 }
 
 ExpertRows swiglu(const ExpertRows& gate_up, const Tensor& row_weight, const Parameter& reader) {

@@ -176,11 +176,11 @@ __global__ void clamped_backward(const T* gate_up, const float* row_weight, cons
 
 }  // namespace
 
-void swiglu_forward_cuda(View gate_up, View row_weight, View out, const Fp8RowsView& fp8) {
-  const RowCount rows(out.rows, fp8.offsets);
-  if (fp8.data.defined()) {
+void swiglu_forward_cuda(View gate_up, View row_weight, View out, const ExpertRowsView& of_out) {
+  const RowCount rows(out.rows, of_out.offsets);
+  if (of_out.data.defined()) {
     forward_fp8<<<blocks_for(out.rows, kWarps), dim3(32, kWarps), 0, current_stream()>>>(
-        gate_up, row_weight, out, Fp8RowWriter(fp8, out.width), rows, out.width);
+        gate_up, row_weight, out, Fp8RowWriter(of_out, out.width), rows, out.width);
     MARROW_CUDA_CHECK(cudaGetLastError());
     return;
   }
@@ -192,11 +192,12 @@ void swiglu_forward_cuda(View gate_up, View row_weight, View out, const Fp8RowsV
 }
 
 void swiglu_backward_cuda(View gate_up, View row_weight, View d_out, View d_gate_up, View d_row_weight,
-                          const Fp8RowsView& fp8) {
-  const RowCount rows(d_out.rows, fp8.offsets);
-  if (fp8.data.defined()) {
+                          const ExpertRowsView& of_d_gate_up) {
+  const RowCount rows(d_out.rows, of_d_gate_up.offsets);
+  if (of_d_gate_up.data.defined()) {
     backward_fp8<<<blocks_for(d_out.rows, kWarps), dim3(32, kWarps), 0, current_stream()>>>(
-        gate_up, row_weight, d_out, d_gate_up, d_row_weight, Fp8RowWriter(fp8, 2 * d_out.width), rows, d_out.width);
+        gate_up, row_weight, d_out, d_gate_up, d_row_weight, Fp8RowWriter(of_d_gate_up, 2 * d_out.width), rows,
+        d_out.width);
     MARROW_CUDA_CHECK(cudaGetLastError());
     return;
   }

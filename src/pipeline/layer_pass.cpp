@@ -53,9 +53,10 @@ void LayerPass::run_experts() {
   const auto out = experts_.forward({tokens.rows, tokens.weights}, [&](const auto& in) {
     const ExpertRows rows = gather_expert_rows(in[0], order, tokens.expert_rows, layer_->first_expert_weight());
     if (options_.recompute_cheap) {
-      rows_again_.add({rows.value}, [tokens = in[0].detach(), map = order.map, count = tokens.expert_rows] {
-        return std::vector{gather_rows(tokens, map, count)};
-      });
+      rows_again_.add({rows.value},
+                      [tokens = in[0].detach(), map = order.map, offsets = order.offsets, count = tokens.expert_rows] {
+                        return std::vector{gather_rows(tokens, map, count, offsets)};
+                      });
     }
     const at::Tensor weights = gather_values(in[1], order).narrow(0, 0, tokens.expert_rows);
     results_ = layer_->run_experts(rows, weights, noting(experts_again_));

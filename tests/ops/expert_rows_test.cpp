@@ -69,6 +69,8 @@ TEST(ExpertRows, SwigluHandsOverWhatItMakes) {
           const ExpertRows out = swiglu(gate_up, weight, down);
           const Tensor want = swiglu(plain, plain_weight);
           EXPECT_TRUE(tensors_identical(existing(out.value, offsets), existing(want, offsets)));
+          EXPECT_TRUE(
+              tensors_identical(existing(swiglu(x, weight.detach(), offsets), offsets), existing(want, offsets)));
           expect_handed_over(out.fp8, out.value, offsets);
           out.value.backward(d_out);
           want.backward(d_out);
@@ -96,6 +98,8 @@ TEST(ExpertRows, GatherAndTheGradientOfSumHandOverWhatTheyMake) {
           const ExpertRows rows = gather_expert_rows(x, order, 2 * tokens, weight);
           EXPECT_TRUE(tensors_identical(existing(rows.value, order.offsets),
                                         existing(gather_rows(x, order.map, 2 * tokens), order.offsets)));
+          EXPECT_TRUE(tensors_identical(existing(gather_rows(x, order.map, 2 * tokens, order.offsets), order.offsets),
+                                        existing(rows.value, order.offsets)));
           expect_handed_over(rows.fp8, rows.value, order.offsets);
           const Tensor results = with_grad(at::zeros({2 * tokens, width}, x.options()));
           const ExpertRows to_sum{results, order.offsets, nullptr, std::make_shared<Fp8Handover>()};
