@@ -14,7 +14,8 @@ struct Fp8Times {
   double bf16, fp8, quantising;
 };
 
-// `rows` of a dense product, or on average of an expert (as uneven as routers choose), summing over `inner`.
+// `rows` of a dense product, or on average of an expert (as uneven as routers choose), summing over `inner`; of a
+// weight gradient [outer, inner].
 inline Fp8Times time_product(Fp8Product product, int64_t rows, int64_t inner, int64_t outer) {
   const Sizes s = sizes();
   const at::NoGradGuard no_grad;
@@ -22,7 +23,7 @@ inline Fp8Times time_product(Fp8Product product, int64_t rows, int64_t inner, in
     body();
     return seconds_of(body) / kRepeats * 1e6;
   };
-  if (product == Fp8Product::kExpertForward || product == Fp8Product::kExpertInputGrad) {
+  if (product >= Fp8Product::kExpertForward) {
     Sizes few = s;
     few.experts = s.device.is_cuda() ? 32 : 4;
     few.top_k = 1;
@@ -31,19 +32,33 @@ inline Fp8Times time_product(Fp8Product product, int64_t rows, int64_t inner, in
     const bool back = product == Fp8Product::kExpertInputGrad;  // as by a weight that is stored the other way round
     const at::Tensor x = s.random({few.tokens(), inner});
     const at::Tensor offsets = expert_permutation(choose_experts(few, false), few.experts).offsets;
+    const auto quantise = [&](const at::Tensor& of, bool direct, bool turned) {
+      return time([&] { quantize_expert_rows(of, offsets, direct, turned); });
+    };
+    if (product == Fp8Product::kExpertWeightGrad) {
+      const at::Tensor dy = s.random({few.tokens(), outer});
+      const at::Tensor grad = at::zeros({few.experts, outer, inner}, at::device(s.device));
+      const Fp8Matrix x8 = quantize_expert_rows(x, offsets, false, true).transposed;
+      const Fp8Matrix dy8 = quantize_expert_rows(dy, offsets, false, true).transposed;
+      return {
+          time([&] { grouped_weight_grad(grad, dy, x, offsets); }),
+          time([&] { grouped_fp8_weight_grad(grad, dy8, x8, offsets); }),
+          quantise(x, true, true) - quantise(x, true, false) + quantise(dy, true, true) - quantise(dy, true, false)};
+    }
     Parameter weight{"weight", s.random({few.experts, back ? inner : outer, back ? outer : inner}), {}};
     WeightGradQueue queue;
     const auto run = [&] { grouped_linear(x, weight, offsets, queue, back); };
-    const double bf16 = time(run), quantising = time([&] { quantize_expert_rows(x, offsets); });
+    const double bf16 = time(run), quantising = quantise(x, true, false);
     weight.fp8 = std::make_shared<Fp8Weight>(/*at_any_size=*/true);
-    return {bf16, time(run) - quantising, quantising};
+    // Whoever makes the rows writes their form too, one of the three bytes that quantising alone moves.
+    return {bf16, time(run) - quantising, quantising / 3};
   }
   const at::Tensor x = s.random({rows, inner}), w = s.random({outer, inner});
   if (product == Fp8Product::kWeightGrad) {  // [outer, inner], over rows
     const at::Tensor dy = s.random({rows, outer}), grad = at::zeros({outer, inner}, at::device(s.device));
     const Fp8Pair x8 = quantize_rows(x, true, true), dy8 = quantize_rows(dy, true, true);
     return {time([&] { accumulate_weight_grad(grad, dy, x); }),
-            time([&] { at::Tensor(grad).add_(fp8_product(dy8.transposed, x8.transposed, at::kFloat)); }),
+            time([&] { accumulate_fp8(grad, dy8.transposed, x8.transposed); }),
             time([&] { quantize_rows(x, true, true), quantize_rows(dy, true, true); }) -
                 time([&] { quantize_rows(x, true, false), quantize_rows(dy, true, false); })};
   }
@@ -54,16 +69,43 @@ inline Fp8Times time_product(Fp8Product product, int64_t rows, int64_t inner, in
           time([&] { quantize_rows(x, true, false); })};
 }
 
-// The ladder of sizes for each product, and the least rows and columns from which on fp8 with quantising won
-// everywhere.
+// The corner that lets most sizes be in fp8 of those that let none lose.
+inline std::string describe_bound(const char* product, const std::map<std::array<int64_t, 3>, double>& gains) {
+  const auto inside = [](const auto& size, const auto& corner) {
+    return size[0] >= corner[0] && size[1] >= corner[1] && size[2] >= corner[2];
+  };
+  std::set<int64_t> of[3];
+  for (const auto& [size, unused] : gains) {
+    for (size_t i = 0; i < 3; ++i) of[i].insert(size[i]);
+  }
+  std::array<int64_t, 3> best{};
+  int64_t most = 0;
+  for (const int64_t rows : of[0]) {
+    for (const int64_t outer : of[1]) {
+      for (const int64_t inner : of[2]) {
+        const std::array corner{rows, outer, inner};
+        int64_t won = 0;
+        for (const auto& [size, gain] : gains) {
+          if (inside(size, corner)) won = gain > 1 && won >= 0 ? won + 1 : -1;
+        }
+        if (won > most) std::tie(most, best) = std::tuple(won, corner);
+      }
+    }
+  }
+  return most == 0 ? fmt::format("  {}: never won\n", product)
+                   : fmt::format("  {{\"{}\", {}, {}, {}}}\n", product, best[0], best[1], best[2]);
+}
+
+// The ladder of sizes for each product, and the least rows, columns and inner size from which on fp8 with quantising
+// won everywhere.
 inline int print_fp8_bounds() {
   const auto begin = std::chrono::steady_clock::now();
   const bool gpu = sizes().device.is_cuda();
   using Ladder = std::vector<int64_t>;
   const Ladder dense = gpu ? Ladder{1024, 2048, 4096, 8192, 16384} : Ladder{16, 32};
-  const Ladder each = gpu ? Ladder{64, 128, 256, 512, 1024, 2048} : Ladder{8, 16};
+  const Ladder each = gpu ? Ladder{64, 128, 256, 512, 1024, 2048, 4096} : Ladder{8, 16};
   const Ladder columns = gpu ? Ladder{512, 1024, 1536, 2048, 4096, 7168} : Ladder{64, 128};
-  const Ladder inners = gpu ? Ladder{2048, 7168} : Ladder{128};
+  const Ladder inners = gpu ? Ladder{512, 2048, 7168} : Ladder{128};
   using Pairs =
       std::vector<std::pair<int64_t, int64_t>>;  // inner, outer of gate_up and down: 30B-A3B, V3, and one small
   const Pairs experts =
@@ -74,50 +116,30 @@ inline int print_fp8_bounds() {
   std::string bounds;
   for (size_t p = 0; p < fp8_bounds().size(); ++p) {
     const auto product = static_cast<Fp8Product>(p);
-    const bool grouped = product == Fp8Product::kExpertForward || product == Fp8Product::kExpertInputGrad;
+    const bool grouped = product >= Fp8Product::kExpertForward, back = product == Fp8Product::kExpertInputGrad;
     Pairs shapes;
     for (const auto& [inner, outer] : experts) {
-      if (grouped)
-        shapes.emplace_back(product == Fp8Product::kExpertForward ? inner : outer,
-                            product == Fp8Product::kExpertForward ? outer : inner);
+      if (grouped) shapes.emplace_back(back ? outer : inner, back ? inner : outer);
     }
     for (const int64_t inner : inners) {
       for (const int64_t outer : columns) {
         if (!grouped) shapes.emplace_back(inner, outer);
       }
     }
-    const Ladder& ladder = grouped ? each : dense;
-    std::map<std::pair<int64_t, int64_t>, double> least;  // gain by (rows, columns), of any inner size
+    std::map<std::array<int64_t, 3>, double> gains;  // by rows, columns, inner size
     for (const auto& [inner, outer] : shapes) {
       fmt::print("| {} | {} | {} |", fp8_bounds()[p].product, inner, outer);
-      for (const int64_t rows : ladder) {
+      for (const int64_t rows : grouped ? each : dense) {
         const Fp8Times t = time_product(product, rows, inner, outer);
         const double gain = t.bf16 / (t.fp8 + t.quantising);
-        const auto [at, first] = least.emplace(std::pair(rows, outer), gain);
-        at->second = std::min(at->second, gain);
+        gains[{rows, outer, inner}] = gain;
         fmt::print(" {}: {:.0f} / {:.0f} + {:.0f} = {:.2f};", rows, t.bf16, t.fp8, t.quantising, gain);
       }
       fmt::print(" |\n");
     }
-    // The pair that lets most sizes be in fp8 of those that let none lose.
-    int64_t best_rows = 0, best_outer = 0;
-    size_t most = 0;
-    for (const auto& [corner, unused] : least) {
-      (void)unused;
-      size_t inside = 0;
-      bool wins = true;
-      for (const auto& [size, gain] : least) {
-        if (size.first < corner.first || size.second < corner.second) continue;
-        wins = wins && gain > 1;
-        ++inside;
-      }
-      if (wins && inside > most)
-        std::tie(most, best_rows, best_outer) = std::tuple(inside, corner.first, corner.second);
-    }
-    bounds += most == 0 ? fmt::format("  {}: never won\n", fp8_bounds()[p].product)
-                        : fmt::format("  {{\"{}\", {}, {}}}\n", fp8_bounds()[p].product, best_rows, best_outer);
+    bounds += describe_bound(fp8_bounds()[p].product, gains);
   }
-  fmt::print("fp8_bounds() as measured (product, least rows, least columns), in {:.0f} s:\n{}",
+  fmt::print("fp8_bounds() as measured (product, least rows, columns, inner size), in {:.0f} s:\n{}",
              std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count(), bounds);
   return 0;
 }

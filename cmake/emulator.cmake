@@ -2,7 +2,9 @@
 # is emulated but these, whose results ATen computes (tests/emulator/library_products.cpp):
 set(NOT_EMULATED
   grouped_linear # CUTLASS
-  grouped_fp8)   # CUTLASS
+  grouped_fp8
+  grouped_fp8_weight_grad
+  dense_fp8)     # cuBLASLt
 set(EMULATOR "${CMAKE_SOURCE_DIR}/tests/emulator")
 set(EMULATED "${CMAKE_BINARY_DIR}/emulated")
 find_package(Python3 REQUIRED COMPONENTS Interpreter)

@@ -49,7 +49,7 @@ ExpertRows swiglu_experts(const LayerContext& context, const ExpertRows& rows, c
                           const Parameter& gate_up, const Parameter& down) {
   const ExpertRows both = grouped_linear(rows, gate_up, *context.weight_grads);
   const ExpertRows activated = swiglu(both, row_weights, down);
-  if (context.recompute != nullptr) {
+  if (context.recompute != nullptr && !activated.only_in_fp8()) {
     context.recompute->add({activated.value},
                            [=] { return std::vector{swiglu(both.value, row_weights, both.offsets)}; });
   }

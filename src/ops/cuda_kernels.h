@@ -73,9 +73,13 @@ void grouped_forward_cuda(View rows, View weight, View offsets, View out, View w
 void grouped_input_grad_cuda(View dy, View weight, View offsets, View d_rows, View workspace);
 void grouped_weight_grad_cuda(View dy, View rows, View offsets, View grad, View workspace);
 
-// Quantises x [R, C] as quantize_rows, or quantize_expert_rows with `offsets` [E] int32 (or none): data and its scales,
-// transposed and its scales, each pair may be none.
-void quantize_rows_cuda(View x, View data, View scale, View transposed, View transposed_scale, View offsets);
+// Quantises x [R, C] as quantize_rows: data and its scales, transposed and its scales, each pair may be none.
+void quantize_rows_cuda(View x, View data, View scale, View transposed, View transposed_scale);
+
+// The same as quantize_expert_rows, offsets [E] int32; tiles: the columns' blocks. source [R] int32, or none: of rows
+// x[source[r]], zero for -1.
+void quantize_expert_rows_cuda(View x, View source, View offsets, View data, View scale, View columns,
+                               View columns_scale, int64_t tiles);
 
 // What a kernel that makes experts' rows knows of them. offsets, or none: rows from its last entry on, a number that
 // the device alone knows, stay unwritten. data and scale, or neither: the rows, then bf16 and of a width divisible by
@@ -95,6 +99,14 @@ void quantize_weight_cuda(View weight, int64_t n, int64_t k, View data, View sca
 // out [R, N] bf16 = rows [R, K] · weight[e] [N, K]ᵀ, as quantised by these; workspace as above.
 void grouped_fp8_cuda(View rows, View rows_scale, View weight, View weight_scale, View offsets, View out,
                       View workspace);
+
+// grad [E, N, K] fp32 += dyᵀ · x of each expert's rows, of dy [N, P] and x [K, P] as quantize_expert_rows turned them.
+void grouped_fp8_weight_grad_cuda(View dy, View dy_scale, View x, View x_scale, View offsets, View grad,
+                                  View workspace);
+
+// grad [N, K] fp32 += dy [N, R] · x [K, R]ᵀ, as quantize_rows turned them. handle: cuBLASLt's.
+constexpr int64_t kDenseFp8Workspace = 32 << 20;
+void fp8_weight_grad_cuda(void* handle, View dy, View dy_scale, View x, View x_scale, View grad, View workspace);
 
 // Row r of logits [R, V]: losses[r] = -log softmax(row)[targets[r]], 0 where the target is -1 (NaN where it is outside
 // the vocabulary). with_gradient overwrites the row by gradient_scale · d loss / d logits.

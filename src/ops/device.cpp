@@ -9,6 +9,7 @@
 #include <thread>
 
 #ifdef MARROW_CUDA
+#include <ATen/cuda/CUDAContextLight.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
@@ -38,6 +39,14 @@ bool gpu_available() {
   return at::hasCUDA();
 #else
   return false;
+#endif
+}
+
+void* cublas_lt_handle() {
+#ifdef MARROW_CUDA
+  return at::cuda::getCurrentCUDABlasLtHandle();
+#else
+  return nullptr;
 #endif
 }
 

@@ -21,6 +21,8 @@ GpuSupport gpu_support(at::Device device);
 // Error (kUsage) for a GPU without the block-scaled products of train.dtype = "fp8"; the CPU emulates them.
 void check_fp8_device(at::Device device);
 
+void* cublas_lt_handle();  // libtorch's, of the current GPU
+
 // Highest memory so far: what the allocator holds of a GPU, resident memory on the CPU.
 int64_t peak_memory_bytes(at::Device device);
 int64_t available_memory_bytes(at::Device device);  // that a program could still take

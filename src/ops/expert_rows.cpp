@@ -2,32 +2,40 @@
 
 namespace marrow {
 
+bool weight_grad_in_fp8(const Parameter& weight, const at::Tensor& rows, int64_t outer) {
+  return weight.grad.defined() && at::GradMode::is_enabled() &&
+         fp8_wins(weight, Fp8Product::kExpertWeightGrad, rows, outer);
+}
+
 std::shared_ptr<Fp8Handover> make_handover(const Parameter& weight, Fp8Product product, const at::Tensor& rows) {
   if (weight.fp8 == nullptr) return nullptr;
   const int64_t outer = weight.value.size(1) * weight.value.size(2) / rows.size(1);
-  return fp8_wins(weight, product, rows, outer) ? std::make_shared<Fp8Handover>() : nullptr;
+  if (!fp8_wins(weight, product, rows, outer)) return nullptr;
+  return std::make_shared<Fp8Handover>(Fp8Handover{weight_grad_in_fp8(weight, rows, outer), {}, {}});
 }
 
 Fp8Matrix memory_for(const std::shared_ptr<Fp8Handover>& handover, const at::Tensor& rows) {
-  return handover != nullptr && rows.is_cuda() ? expert_rows_memory(rows) : Fp8Matrix{};
+  return handover != nullptr && !handover->both && rows.is_cuda() ? expert_rows_memory(rows) : Fp8Matrix{};
 }
 
 void hand_over(const std::shared_ptr<Fp8Handover>& handover, const at::Tensor& rows, const at::Tensor& offsets,
                const Fp8Matrix& written) {
-  if (handover == nullptr) return;
+  if (handover == nullptr || handover->both) return;
   // A handle of its own: autograd keeps a gradient as it is only where nobody else holds the same handle.
-  *handover = {rows.variable_data(), written.data.defined() ? written : quantize_expert_rows(rows, offsets)};
+  handover->of = rows.variable_data();
+  handover->forms = written.data.defined() ? Fp8Pair{written, {}} : quantize_expert_rows(rows, offsets, true, false);
 }
 
-Fp8Matrix take_over(const std::shared_ptr<Fp8Handover>& handover, const at::Tensor& rows, const at::Tensor& offsets) {
+Fp8Pair take_over(const std::shared_ptr<Fp8Handover>& handover, const at::Tensor& rows, const at::Tensor& offsets,
+                  bool direct, bool transposed) {
   if (handover != nullptr) {
-    const Fp8Handover left = std::exchange(*handover, {});
+    const at::Tensor of = std::exchange(handover->of, {});
+    const Fp8Pair forms = std::exchange(handover->forms, {});
+    const bool all = (!direct || forms.rows.data.defined()) && (!transposed || forms.transposed.data.defined());
     // It kept the memory alive: what is there now is the same tensor.
-    if (left.of.defined() && left.of.data_ptr() == rows.data_ptr() && left.of.sizes() == rows.sizes()) {
-      return left.matrix;
-    }
+    if (all && of.defined() && of.data_ptr() == rows.data_ptr() && of.sizes() == rows.sizes()) return forms;
   }
-  return quantize_expert_rows(rows, offsets);
+  return quantize_expert_rows(rows.contiguous(), offsets, direct, transposed);
 }
 
 }  // namespace marrow

@@ -5,11 +5,14 @@
 
 namespace marrow {
 
-// A tensor's form in fp8 (quantize_expert_rows) on its way from the operator that made the tensor to the product that
-// reads it, which takes it out. What is taken for any other tensor is made anew: a sum of two gradients, say.
+// A tensor's forms in fp8 (quantize_expert_rows) on their way from the operator that made the tensor to the product
+// that reads it, which takes them out. What is taken for any other tensor is made anew: a sum of two gradients, say.
 struct Fp8Handover {
+  // The weight's gradient is in fp8 too: nobody reads the tensor itself. A gather on the GPU makes both forms and no
+  // tensor (NaN stands for it); others leave the forms to the product, which makes both at one reading.
+  bool both = false;
   at::Tensor of;  // a handle of its own on the tensor
-  Fp8Matrix matrix;
+  Fp8Pair forms;
 };
 
 // In bf16, and wherever a product stays in bf16, both handovers are null, and operators do as if there was no fp8.
@@ -18,19 +21,25 @@ struct ExpertRows {
   at::Tensor offsets;                                  // [E] int32: end row of each expert
   std::shared_ptr<Fp8Handover> fp8 = nullptr;          // of value
   std::shared_ptr<Fp8Handover> d_value_fp8 = nullptr;  // of its gradient: filled by the backward of who reads value
+
+  bool only_in_fp8() const { return fp8 != nullptr && fp8->both; }  // nobody keeps value for a backward
 };
+
+// Whether the weight's gradient, from `rows` [R, inner] or their result's gradient, `outer` wide, is in fp8.
+bool weight_grad_in_fp8(const Parameter& weight, const at::Tensor& rows, int64_t outer);
 
 // For rows that this product of the experts' weight reads: null unless it is in fp8.
 std::shared_ptr<Fp8Handover> make_handover(const Parameter& weight, Fp8Product product, const at::Tensor& rows);
 
-// The memory of the form of `rows` for a kernel to write, where there is a handover and the rows are on a GPU.
+// The memory of the form of `rows` for a kernel to write, where there is a handover for it and the rows are on a GPU.
 Fp8Matrix memory_for(const std::shared_ptr<Fp8Handover>& handover, const at::Tensor& rows);
 
 // Fills a handover, if there is one: with what a kernel wrote, or where it wrote none, made here.
 void hand_over(const std::shared_ptr<Fp8Handover>& handover, const at::Tensor& rows, const at::Tensor& offsets,
                const Fp8Matrix& written);
 
-// The form of `rows`: the one that was handed over, else made now.
-Fp8Matrix take_over(const std::shared_ptr<Fp8Handover>& handover, const at::Tensor& rows, const at::Tensor& offsets);
+// The forms of `rows` that are wanted: those handed over, else made now.
+Fp8Pair take_over(const std::shared_ptr<Fp8Handover>& handover, const at::Tensor& rows, const at::Tensor& offsets,
+                  bool direct, bool transposed);
 
 }  // namespace marrow

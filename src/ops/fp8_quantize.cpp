@@ -2,6 +2,7 @@
 
 #include <bit>
 
+#include "ops/device.h"
 #include "ops/op_tools.h"
 
 namespace marrow {
@@ -54,6 +55,18 @@ Tensor fp8_like(const Tensor& x, at::IntArrayRef sizes) {
 
 Tensor floats_like(const Tensor& x, at::IntArrayRef sizes) { return at::empty(sizes, x.options().dtype(at::kFloat)); }
 
+// Experts' rows of x [R, C], each expert's from a block on → [P, C], with zeros between.
+Tensor spread_over_blocks(const Tensor& x, const Tensor& offsets) {
+  const Tensor out = at::zeros({expert_columns(x.size(0), offsets.size(0)), x.size(1)}, x.options());
+  for (int64_t e = 0, begin = 0, to = 0; e < offsets.size(0); ++e) {
+    const int64_t count = ints(offsets)[e] - begin;
+    out.narrow(0, to, count).copy_(x.narrow(0, begin, count));
+    begin += count;
+    to += blocks(count) * kFp8Block;
+  }
+  return out;
+}
+
 void check_gpu(const char* what, const Tensor& x, bool rows) {
   check_tensor(what, x, at::kBFloat16, x.sizes());
   MARROW_CHECK(x.size(-1) % 16 == 0 && (!rows || x.size(-2) % 16 == 0), ExitCode::kUsage,
@@ -74,9 +87,13 @@ Fp8Pair quantize_rows(const Tensor& x, bool rows, bool transposed) {
   const int64_t r = x.size(0), c = x.size(1);
   if (rows) out.rows = {fp8_like(x, {r, c}), floats_like(x, {blocks(c), r}).t()};
   if (transposed) out.transposed = {fp8_like(x, {c, r}), floats_like(x, {blocks(r), c}).t()};
-  MARROW_CUDA_CALL(
-      quantize_rows_cuda(x, out.rows.data, out.rows.scale, out.transposed.data, out.transposed.scale, View()));
+  MARROW_CUDA_CALL(quantize_rows_cuda(x, out.rows.data, out.rows.scale, out.transposed.data, out.transposed.scale));
   return out;
+}
+
+Fp8Matrix expert_columns_memory(const Tensor& like, int64_t rows, int64_t experts) {
+  const int64_t padded = expert_columns(rows, experts), columns = like.size(1);
+  return {fp8_like(like, {columns, padded}), floats_like(like, {blocks(padded), columns}).t()};
 }
 
 Fp8Matrix expert_rows_memory(const Tensor& rows) {
@@ -84,10 +101,27 @@ Fp8Matrix expert_rows_memory(const Tensor& rows) {
   return {fp8_like(rows, rows.sizes()), floats_like(rows, {rows.size(0) * blocks(rows.size(1))})};
 }
 
-Fp8Matrix quantize_expert_rows(const Tensor& rows, const Tensor& offsets) {
-  if (rows.is_cpu()) return quantize_cpu(rows, 1);
-  const Fp8Matrix out = expert_rows_memory(rows);
-  MARROW_CUDA_CALL(quantize_rows_cuda(rows, out.data, out.scale, View(), View(), offsets));
+Fp8Pair quantize_expert_rows(const Tensor& x, const Tensor& offsets, bool rows, bool transposed) {
+  Fp8Pair out;
+  if (x.is_cpu()) {
+    if (rows) out.rows = quantize_cpu(x, 1);
+    if (transposed) out.transposed = quantize_cpu(spread_over_blocks(x, offsets).t(), 1);
+    return out;
+  }
+  if (rows) out.rows = expert_rows_memory(x);
+  if (transposed) out.transposed = expert_columns_memory(x, x.size(0), offsets.size(0));
+  MARROW_CUDA_CALL(quantize_expert_rows_cuda(x, View(), offsets, out.rows.data, out.rows.scale, out.transposed.data,
+                                             out.transposed.scale, blocks(expert_columns(x.size(0), offsets.size(0)))));
+  return out;
+}
+
+Fp8Pair quantize_gathered_rows(const Tensor& x, const Tensor& source, const Tensor& offsets) {
+  check_gpu("fp8 rows of experts", x, false);
+  const int64_t rows = source.size(0), columns = x.size(1), experts = offsets.size(0);
+  const Fp8Pair out{{fp8_like(x, {rows, columns}), floats_like(x, {rows * blocks(columns)})},
+                    expert_columns_memory(x, rows, experts)};
+  MARROW_CUDA_CALL(quantize_expert_rows_cuda(x, source, offsets, out.rows.data, out.rows.scale, out.transposed.data,
+                                             out.transposed.scale, blocks(expert_columns(rows, experts))));
   return out;
 }
 
@@ -128,27 +162,42 @@ Tensor fp8_product(const Fp8Matrix& a, const Fp8Matrix& b, at::ScalarType dtype)
   return at::_scaled_mm(a.data, b.data.t(), a.scale, b.scale.t(), {}, {}, dtype);
 }
 
-const std::array<Fp8Bound, 5>& fp8_bounds() {
-  static constexpr std::array<Fp8Bound, 5> bounds = {{{"forward", 1024, 1024},
-                                                      {"input gradient", 1024, 1024},
-                                                      {"weight gradient", 4096, 1024},
-                                                      {"experts forward", 256, 1024},
-                                                      {"experts input gradient", 256, 1024}}};
+void accumulate_fp8(const Tensor& grad, const Fp8Matrix& dy, const Fp8Matrix& x) {
+  const at::NoGradGuard no_grad;
+  if (grad.is_cpu()) {
+    at::Tensor(grad).addmm_(dequantize(dy), dequantize(x).t());
+    return;
+  }
+  const Tensor workspace = at::empty({kDenseFp8Workspace}, at::device(grad.device()).dtype(at::kByte));
+  MARROW_CUDA_CALL(fp8_weight_grad_cuda(cublas_lt_handle(), dy.data, dy.scale, x.data, x.scale, grad, workspace));
+}
+
+const std::array<Fp8Bound, 6>& fp8_bounds() {
+  static constexpr std::array<Fp8Bound, 6> bounds = {{{"forward", 2048, 2048, 2048},
+                                                      {"input gradient", 2048, 2048, 2048},
+                                                      {"weight gradient", 4096, 512, 512},
+                                                      {"experts forward", 64, 768, 1536},
+                                                      {"experts input gradient", 64, 768, 1536},
+                                                      {"experts weight gradient", 2048, 2048, 2048}}};
   return bounds;
 }
 
 bool fp8_wins(const Parameter& weight, Fp8Product product, const Tensor& rows, int64_t outer) {
   if (weight.fp8 == nullptr || rows.is_cpu()) return weight.fp8 != nullptr;
-  const bool experts = product == Fp8Product::kExpertForward || product == Fp8Product::kExpertInputGrad;
-  if (rows.scalar_type() != at::kBFloat16 || rows.size(0) == 0 || rows.size(1) % 16 != 0 || outer % 16 != 0 ||
+  const bool experts = product >= Fp8Product::kExpertForward;
+  const bool weight_grad = product == Fp8Product::kWeightGrad || product == Fp8Product::kExpertWeightGrad;
+  const int64_t inner = rows.size(1);
+  if (rows.scalar_type() != at::kBFloat16 || rows.size(0) == 0 || inner % 16 != 0 || outer % 16 != 0 ||
       (!experts && rows.size(0) % 16 != 0)) {
     return false;
   }
   // A weight's scales are rows of blocks along what is summed over: libtorch takes whole 16 bytes, without gaps.
-  if (!experts && product != Fp8Product::kWeightGrad && blocks(rows.size(1)) % 4 != 0) return false;
+  if (!experts && !weight_grad && blocks(inner) % 4 != 0) return false;
+  if (weight.fp8->at_any_size()) return true;
   const Fp8Bound& least = fp8_bounds()[static_cast<size_t>(product)];
   const int64_t each = rows.size(0) / (experts ? weight.value.size(0) : 1);
-  return weight.fp8->at_any_size() || (each >= least.rows && outer >= least.outer);
+  if (weight_grad) return each >= least.rows && std::min(inner, outer) >= std::min(least.inner, least.outer);
+  return each >= least.rows && outer >= least.outer && inner >= least.inner;
 }
 
 }  // namespace marrow

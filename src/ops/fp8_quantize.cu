@@ -11,13 +11,51 @@ struct Args {
   const bf16* x;  // [E, rows, columns]
   int64_t rows, columns;
   uint8_t* data;        // [E, rows, columns], or none
-  uint8_t* transposed;  // [E, columns, rows], or none
+  uint8_t* transposed;  // [E, columns, transposed_width], or none
   float* scale;
   float* transposed_scale;
+  int64_t transposed_width;
   Fp8ScaleStrides strides, transposed_strides;  // of a whole tile's scales
   const int32_t* offsets;                       // rows are those of experts, or none
   int32_t experts;
+  const int32_t* source;  // row r is x[source[r]], or zeros for -1; or none
 };
+
+// The rows of a block's tile. The scale of row first + i and the tile's columns is at scales.first + i.
+struct TileRows {
+  int64_t first, end;
+  Fp8Place scales;
+};
+
+__device__ TileRows tile_of_matrix(const Args& args) {
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kTile;
+  return {first, min(first + kTile, args.rows), {first, args.rows}};
+}
+
+// A tile has rows of one expert; without any behind the last. Each warp looks for itself.
+__device__ TileRows tile_of_expert(const Args& args) {
+  const int64_t across = (args.columns + kFp8Block - 1) / kFp8Block;
+  const int lane = threadIdx.x % 32;
+  int left = static_cast<int>(blockIdx.x);  // tiles of further experts before this one
+  for (int e = lane; e - lane < args.experts; e += 32) {
+    const int begin = e == 0 || e >= args.experts ? 0 : args.offsets[e - 1];
+    const int count = e < args.experts ? args.offsets[e] - begin : 0, tiles = (count + kTile - 1) / kTile;
+    int end = tiles;  // of the tiles of the experts from the first lane's on
+    for (int step = 1; step < 32; step *= 2) {
+      const int before = __shfl_up_sync(0xffffffffu, end, step);
+      if (lane >= step) end += before;
+    }
+    const unsigned behind = __ballot_sync(0xffffffffu, left < end);
+    if (behind != 0) {
+      const int own = 32 - __popc(behind);  // from the first such lane on all are
+      const int64_t expert_begin = __shfl_sync(0xffffffffu, begin, own), rows = __shfl_sync(0xffffffffu, count, own);
+      const int64_t inside = static_cast<int64_t>(left - __shfl_sync(0xffffffffu, end - tiles, own)) * kTile;
+      return {expert_begin + inside, expert_begin + min(inside + kTile, rows), {expert_begin * across + inside, rows}};
+    }
+    left -= __shfl_sync(0xffffffffu, end, 31);
+  }
+  return {};
+}
 
 // A block has a tile of 128 × 128 elements, a thread a square of 8 × 8. kWhole: one scale for the tile.
 template <bool kWhole>
@@ -26,15 +64,18 @@ __global__ void __launch_bounds__(kThreads) quantize_kernel(const __grid_constan
   __shared__ float inverses[kTile];                    // of the columns' scales
   __shared__ uint2 turned[kTile][kAcross];             // the tile's columns; chunks at places that no other lane hits
   const int across = threadIdx.x % kAcross, down = threadIdx.x / kAcross, warp = threadIdx.x / 32;
-  const int64_t tile_row = static_cast<int64_t>(blockIdx.x) * kTile, row = tile_row + down * kSide;
+  const TileRows tile = args.offsets == nullptr ? tile_of_matrix(args) : tile_of_expert(args);
+  if (tile.first == tile.end) return;
+  const int64_t row = tile.first + down * kSide;
   const int64_t tile_column = static_cast<int64_t>(blockIdx.y) * kTile, column = tile_column + across * kSide;
   const int64_t matrix = blockIdx.z * args.rows * args.columns;
 
   Pack<bf16, kSide> in[kSide];
   for (int r = 0; r < kSide; ++r) {
-    const bool inside = row + r < args.rows && column < args.columns;
-    const auto* from = reinterpret_cast<const uint4*>(args.x + matrix + (row + r) * args.columns + column);
-    *reinterpret_cast<uint4*>(&in[r]) = inside ? *from : uint4{};
+    const bool inside = row + r < tile.end && column < args.columns;
+    const int64_t source = inside && args.source != nullptr ? args.source[row + r] : row + r;
+    const auto* from = reinterpret_cast<const uint4*>(args.x + matrix + source * args.columns + column);
+    *reinterpret_cast<uint4*>(&in[r]) = inside && source >= 0 ? *from : uint4{};
   }
 
   float row_inverse[kSide];
@@ -45,10 +86,9 @@ __global__ void __launch_bounds__(kThreads) quantize_kernel(const __grid_constan
       for (int step = kAcross / 2; step > 0; step /= 2) two = larger(two, __shfl_xor_sync(0xffffffffu, two, step));
       const uint32_t scale = fp8_scale_bits(fp32_bits(two));
       row_inverse[r] = __uint_as_float(fp8_inverse_bits(scale));
-      if (across != 0 || row + r >= args.rows) continue;
-      const Fp8Place place = args.offsets == nullptr ? Fp8Place{row + r, args.rows}
-                                                     : place_of_row(args.offsets, args.experts, row + r, args.columns);
-      if (place.first >= 0) args.scale[place.first + blockIdx.y * place.step] = __uint_as_float(scale);
+      if (across != 0 || row + r >= tile.end) continue;
+      const int64_t to = tile.scales.first + down * kSide + r;
+      args.scale[to + blockIdx.y * tile.scales.step] = __uint_as_float(scale);
     }
   }
   if (kWhole || args.transposed != nullptr) {
@@ -90,7 +130,7 @@ __global__ void __launch_bounds__(kThreads) quantize_kernel(const __grid_constan
 
   if (args.data != nullptr) {
     for (int r = 0; r < kSide; ++r) {
-      if (row + r >= args.rows || column >= args.columns) continue;
+      if (row + r >= tile.end || column >= args.columns) continue;
       *reinterpret_cast<uint2*>(args.data + matrix + (row + r) * args.columns + column) =
           pack_e4m3([&](int i) { return static_cast<float>(in[r].items[i]) * row_inverse[r]; });
     }
@@ -104,43 +144,44 @@ __global__ void __launch_bounds__(kThreads) quantize_kernel(const __grid_constan
   __syncthreads();
   for (int i = threadIdx.x; i < kTile * kAcross / 2; i += kThreads) {
     const int c = i / (kAcross / 2), chunk = 2 * (i % (kAcross / 2));
-    const int64_t to_column = tile_column + c, to_row = tile_row + chunk * kSide;
-    if (to_column >= args.columns || to_row >= args.rows) continue;
+    const int64_t to_column = tile_column + c, to_row = static_cast<int64_t>(blockIdx.x) * kTile + chunk * kSide;
+    if (to_column >= args.columns || to_row >= args.transposed_width) continue;
     const uint2 low = turned[c][chunk ^ (c / kSide)], high = turned[c][(chunk + 1) ^ (c / kSide)];
-    *reinterpret_cast<uint4*>(args.transposed + matrix + to_column * args.rows + to_row) = {low.x, low.y, high.x,
-                                                                                            high.y};
+    *reinterpret_cast<uint4*>(args.transposed + matrix + to_column * args.transposed_width + to_row) = {low.x, low.y,
+                                                                                                        high.x, high.y};
   }
 }
 
 template <bool kWhole>
-void launch(const Args& args, int64_t matrices) {
+void launch(const Args& args, int64_t tiles, int64_t matrices) {
   if (args.rows == 0 || args.columns == 0 || matrices == 0) return;
-  const dim3 grid(blocks_for(args.rows, kTile), blocks_for(args.columns, kTile), static_cast<unsigned>(matrices));
+  const dim3 grid(static_cast<unsigned>(tiles), blocks_for(args.columns, kTile), static_cast<unsigned>(matrices));
   quantize_kernel<kWhole><<<grid, kThreads, 0, current_stream()>>>(args);
   MARROW_CUDA_CHECK(cudaGetLastError());
 }
 
 }  // namespace
 
-void quantize_rows_cuda(View x, View data, View scale, View transposed, View transposed_scale, View offsets) {
-  launch<false>({x,
-                 x.rows,
-                 x.width,
-                 data,
-                 transposed,
-                 scale,
-                 transposed_scale,
-                 {},
-                 {},
-                 offsets,
-                 static_cast<int32_t>(offsets.elements)},
-                1);
+void quantize_rows_cuda(View x, View data, View scale, View transposed, View transposed_scale) {
+  Args args{x, x.rows, x.width, data, transposed, scale, transposed_scale};
+  args.transposed_width = x.rows;
+  launch<false>(args, blocks_for(x.rows, kTile), 1);
+}
+
+void quantize_expert_rows_cuda(View x, View source, View offsets, View data, View scale, View columns,
+                               View columns_scale, int64_t tiles) {
+  Args args{x, source.defined() ? source.elements : x.rows, x.width, data, columns, scale, columns_scale};
+  args.transposed_width = tiles * kTile;
+  args.offsets = offsets;
+  args.experts = static_cast<int32_t>(offsets.elements);
+  args.source = source;
+  launch<false>(args, tiles, 1);
 }
 
 void quantize_weight_cuda(View weight, int64_t n, int64_t k, View data, View scale, Fp8ScaleStrides strides,
                           View transposed, View transposed_scale, Fp8ScaleStrides transposed_strides) {
-  launch<true>({weight, n, k, data, transposed, scale, transposed_scale, strides, transposed_strides, nullptr, 0},
-               weight.elements / (n * k));
+  const Args args{weight, n, k, data, transposed, scale, transposed_scale, n, strides, transposed_strides};
+  launch<true>(args, blocks_for(n, kTile), weight.elements / (n * k));
 }
 
 }  // namespace marrow

@@ -22,10 +22,15 @@ struct Fp8Pair {
 // contiguous, and R and C divide by 16 (R only for `transposed`).
 Fp8Pair quantize_rows(const at::Tensor& x, bool rows, bool transposed);
 
-// The same of experts' rows for fp8_grouped: R is any; the scales on the GPU, [R · ⌈C / 128⌉], are those of an
-// expert's rows after another's. offsets [E] int32; rows from offsets[E-1] on are undefined.
-Fp8Matrix quantize_expert_rows(const at::Tensor& rows, const at::Tensor& offsets);
-Fp8Matrix expert_rows_memory(const at::Tensor& rows);  // for a kernel that writes it; on a GPU
+// The same of experts' rows [≥ R, C], offsets [E] int32; R is any. On the GPU the rows' scales, [R · ⌈C / 128⌉], are
+// those of an expert's rows after another's, and rows from offsets[E-1] on are undefined. transposed: [C, P], an
+// expert's columns from a block on, with zeros up to the next one's; P = expert_columns(rows, E), undefined behind the
+// last's.
+Fp8Pair quantize_expert_rows(const at::Tensor& x, const at::Tensor& offsets, bool rows, bool transposed);
+// The same, both ways, of rows x[source[r]] (zeros for -1), source [R] int32. On a GPU alone.
+Fp8Pair quantize_gathered_rows(const at::Tensor& x, const at::Tensor& source, const at::Tensor& offsets);
+Fp8Matrix expert_rows_memory(const at::Tensor& rows);  // for a kernel that writes rows' form; on a GPU
+inline int64_t expert_columns(int64_t rows, int64_t experts) { return (rows / kFp8Block + experts) * kFp8Block; }
 
 // weight [N, K] or [E, N, K], 128 × 128, both ways round. On the GPU bf16; N and K divide by 16.
 Fp8Pair quantize_weight(const at::Tensor& weight);
@@ -34,6 +39,9 @@ at::Tensor dequantize(const Fp8Matrix& matrix);  // fp32
 
 // a [M, K] · b [N, K]ᵀ → [M, N] bf16 or fp32, summed in fp32. On the CPU the dequantised matrices are multiplied.
 at::Tensor fp8_product(const Fp8Matrix& a, const Fp8Matrix& b, at::ScalarType dtype);
+
+// grad [N, K] fp32 += dy [N, R] · x [K, R]ᵀ, each the `transposed` of a gradient and of an input.
+void accumulate_fp8(const at::Tensor& grad, const Fp8Matrix& dy, const Fp8Matrix& x);
 
 // The copies of a weight, made when they are first asked for. Whoever changes the weight calls `stale`: the
 // parameter store where it gathers new values (an optimizer step, a load), and where it takes a layer's memory away.
@@ -53,19 +61,18 @@ class Fp8Weight {
   Fp8Pair made_;
 };
 
-// Experts' weight gradients are no product of these: what is summed over is an expert's rows, any number of them, and
-// padding each to blocks costs what fp8 gains. They stay in bf16.
-enum class Fp8Product { kForward, kInputGrad, kWeightGrad, kExpertForward, kExpertInputGrad };
+enum class Fp8Product { kForward, kInputGrad, kWeightGrad, kExpertForward, kExpertInputGrad, kExpertWeightGrad };
 
 // Whether the product of `rows` [R, inner] (x, or the output's gradient) that has `outer` columns is to be in fp8: the
 // weight has copies, and on the GPU the sizes fit and are such that fp8 is faster, by the table in the .cpp.
+// Weight gradients [inner, outer], over the rows: the same either way round.
 bool fp8_wins(const Parameter& weight, Fp8Product product, const at::Tensor& rows, int64_t outer);
 
-// The least rows (of an expert, on average) and columns of a product in fp8 on the GPU.
+// The least rows (of an expert, on average), outer and inner of a product in fp8 on the GPU.
 struct Fp8Bound {
   const char* product;
-  int64_t rows, outer;
+  int64_t rows, outer, inner;
 };
-const std::array<Fp8Bound, 5>& fp8_bounds();  // by Fp8Product
+const std::array<Fp8Bound, 6>& fp8_bounds();  // by Fp8Product
 
 }  // namespace marrow

@@ -67,25 +67,27 @@ Tensor multiply_rows(const Tensor& rows, const Tensor& weight, const Tensor& off
   return out.to(rows.options());
 }
 
-// As multiply_rows, of E4M3 values. `handover`: of rows, or null.
-Tensor multiply_rows_fp8(const Tensor& rows, const std::shared_ptr<Fp8Handover>& handover, const Fp8Pair& weight,
-                         const Tensor& offsets, bool transpose) {
+// As multiply_rows, of E4M3 values.
+Tensor multiply_rows_fp8(const Fp8Matrix& rows, const Fp8Pair& weight, const Tensor& offsets, bool transpose,
+                         at::ScalarType dtype) {
   const Fp8Matrix& matrices = transpose ? weight.rows : weight.transposed;  // [E, outer, inner]
-  const int64_t outer = matrices.data.size(1);
-  if (rows.size(0) == 0) return at::empty({0, outer}, rows.options());
-  const Fp8Matrix rows8 = take_over(handover, rows, offsets);
-  if (rows.is_cuda()) {
-    const Tensor out = at::empty({rows.size(0), outer}, rows.options());
-    MARROW_CUDA_CALL(grouped_fp8_cuda(rows8.data, rows8.scale, matrices.data, matrices.scale, offsets, out,
-                                      workspace_on(rows.device())));
+  const auto empty = [&](at::ScalarType type) {
+    return at::empty({rows.data.size(0), matrices.data.size(1)}, rows.data.options().dtype(type));
+  };
+  if (rows.data.is_cuda()) {
+    const Tensor out = empty(dtype);
+    MARROW_CUDA_CALL(grouped_fp8_cuda(rows.data, rows.scale, matrices.data, matrices.scale, offsets, out,
+                                      workspace_on(out.device())));
     return out;
   }
-  const Tensor out = at::empty({rows.size(0), outer}, at::kFloat);
-  multiply_rows_cpu(dequantize(rows8), dequantize(matrices), offsets, true, out);
-  return out.to(rows.scalar_type());
+  const Tensor out = empty(at::kFloat);
+  multiply_rows_cpu(dequantize(rows), dequantize(matrices), offsets, true, out);
+  return out.to(dtype);
 }
 
-void accumulate(const Tensor& grad, const Tensor& dy, const Tensor& rows, const Tensor& offsets) {
+}  // namespace
+
+void grouped_weight_grad(const Tensor& grad, const Tensor& dy, const Tensor& rows, const Tensor& offsets) {
   const at::NoGradGuard no_grad;
   if (rows.is_cuda() && rows.scalar_type() == at::kBFloat16) {
     if (gpu_support(rows.device()) == GpuSupport::kPlain) return plain_grouped_weight_grad(grad, dy, rows, offsets);
@@ -97,7 +99,21 @@ void accumulate(const Tensor& grad, const Tensor& dy, const Tensor& rows, const 
   if (!sum.is_same(grad)) grad.copy_(sum);
 }
 
-}  // namespace
+void grouped_fp8_weight_grad(const Tensor& grad, const Fp8Matrix& dy, const Fp8Matrix& rows, const Tensor& offsets) {
+  const at::NoGradGuard no_grad;
+  if (grad.is_cuda()) {
+    MARROW_CUDA_CALL(grouped_fp8_weight_grad_cuda(dy.data, dy.scale, rows.data, rows.scale, offsets, grad,
+                                                  workspace_on(grad.device())));
+    return;
+  }
+  const Tensor d = dequantize(dy), x = dequantize(rows);
+  for (int64_t e = 0, begin = 0, from = 0; e < grad.size(0); ++e) {
+    const int64_t count = (ints(offsets)[e] - begin + kFp8Block - 1) / kFp8Block * kFp8Block;
+    if (count > 0) grad[e].addmm_(d.narrow(1, from, count), x.narrow(1, from, count).t());
+    begin = ints(offsets)[e];
+    from += count;
+  }
+}
 
 Tensor plain_grouped_product(const Tensor& rows, const Tensor& weight, const Tensor& offsets, bool transpose) {
   return at::_grouped_mm(rows, transpose ? weight.transpose(1, 2) : weight, offsets);
@@ -118,31 +134,43 @@ ExpertRows grouped_linear(const ExpertRows& expert_rows, const Parameter& weight
   const at::ScalarType dtype = rows.scalar_type();
   check_tensor(weight.name, weight.value, dtype,
                {-1, input_major ? rows.size(-1) : -1, input_major ? -1 : rows.size(-1)});
-  check_tensor(weight.name + ": rows", rows, dtype, {-1, -1});
+  if (!expert_rows.only_in_fp8()) check_tensor(weight.name + ": rows", rows, dtype, {-1, -1});
   check_tensor(weight.name + ": offsets", offsets, at::kInt, {weight.value.size(0)}, rows.device());
-  const int64_t n = weight.value.size(1), k = weight.value.size(2);
+  const int64_t n = weight.value.size(1), k = weight.value.size(2), outer = input_major ? k : n;
   MARROW_CHECK(rows.is_cpu() || rows.scalar_type() == at::kFloat || (n % 8 == 0 && k % 8 == 0), ExitCode::kUsage,
                Fix("choose hidden and intermediate sizes divisible by 8, or set train.dtype = "
                    "\"fp32\""),
                "{}: the grouped bf16 product needs sizes divisible by 8, not [{}, {}]", weight.name, n, k);
-  const auto multiply = [=](const Tensor& from, const std::shared_ptr<Fp8Handover>& handover, Fp8Product product,
-                            bool transpose) {
-    if (fp8_wins(weight, product, from, transpose ? n : k)) {
-      return multiply_rows_fp8(from, handover, weight.fp8->of(weight.value), offsets, transpose);
-    }
-    return multiply_rows(from, weight.value, offsets, transpose);
-  };
   const Tensor in = rows.detach();
-  ExpertRows out{multiply(in, expert_rows.fp8, Fp8Product::kExpertForward, !input_major), offsets};
+  const bool weight8 = rows.requires_grad() && weight_grad_in_fp8(weight, in, outer);
+  // What the products read of x or of dy in fp8.
+  const auto forms = [=](const Tensor& from, const std::shared_ptr<Fp8Handover>& handover, Fp8Product product) {
+    const bool direct = from.size(0) > 0 && fp8_wins(weight, product, from, n * k / from.size(1));
+    return direct || weight8 ? take_over(handover, from, offsets, direct, weight8) : Fp8Pair{};
+  };
+  const auto multiply = [=](const Tensor& from, const Fp8Pair& form, bool transpose) {
+    if (!form.rows.data.defined()) return multiply_rows(from.contiguous(), weight.value, offsets, transpose);
+    return multiply_rows_fp8(form.rows, weight.fp8->of(weight.value), offsets, transpose, dtype);
+  };
+  const Fp8Pair in8 = forms(in, expert_rows.fp8, Fp8Product::kExpertForward);
+  ExpertRows out{multiply(in, in8, !input_major), offsets};
   if (rows.requires_grad()) out.d_value_fp8 = make_handover(weight, Fp8Product::kExpertInputGrad, out.value);
-  out.value = differentiable(
-      {rows}, {out.value}, [=, handover = out.d_value_fp8, &queue](const variable_list& d_out) -> variable_list {
-        const Tensor dy = d_out[0].contiguous(), &grad = weight.grad;
-        if (grad.defined() && in.size(0) > 0) {
-          queue.push([=] { accumulate(grad, input_major ? in : dy, input_major ? dy : in, offsets); });
-        }
-        return {multiply(dy, handover, Fp8Product::kExpertInputGrad, input_major)};
-      })[0];
+  const auto backward = [=, &queue, handover = out.d_value_fp8, kept = weight8 ? Tensor() : in,
+                         kept8 = in8.transposed](const variable_list& d_out) -> variable_list {
+    const Tensor &dy = d_out[0], &grad = weight.grad;
+    const Fp8Pair dy8 = forms(dy, handover, Fp8Product::kExpertInputGrad);
+    if (weight8) {
+      queue.push([=, late = dy8.transposed] {
+        grouped_fp8_weight_grad(grad, input_major ? kept8 : late, input_major ? late : kept8, offsets);
+      });
+    } else if (grad.defined() && kept.size(0) > 0) {
+      queue.push([=, late = dy.contiguous()] {
+        grouped_weight_grad(grad, input_major ? kept : late, input_major ? late : kept, offsets);
+      });
+    }
+    return {multiply(dy, dy8, input_major)};
+  };
+  out.value = differentiable({rows}, {out.value}, backward)[0];
   return out;
 }
 

@@ -68,8 +68,9 @@ struct Grouped {
 using Forward = Grouped<RowMajor, ColumnMajor, cutlass::bfloat16_t, Pingpong, cute::Shape<_1, _2, _1>>;
 using InputGrad = Grouped<RowMajor, RowMajor, cutlass::bfloat16_t, Pingpong, cute::Shape<_1, _2, _1>>;
 using WeightGrad = Grouped<ColumnMajor, RowMajor, float, Pingpong, cute::Shape<_2, _1, _1>>;
-using WeightGradOfFewRows = Grouped<ColumnMajor, RowMajor, float, Cooperative, cute::Shape<_2, _1, _1>>;
-constexpr int64_t kFewRows = 512;  // of an expert, on average
+using LargeTilesWeightGrad = Grouped<ColumnMajor, RowMajor, float, Cooperative, cute::Shape<_2, _1, _1>>;
+constexpr int64_t kFewRows = 512;                 // of an expert, on average
+constexpr int64_t kLargeGrad = int64_t{1} << 23;  // elements of an expert's
 
 // A matrix of each expert: rows of a tensor [R, width], or one of [E, ...] matrices.
 struct Operand {
@@ -149,7 +150,8 @@ void multiply(const Operand& a, const Operand& b, const Operand& d, int64_t m, i
   MARROW_CUDA_CHECK(cudaGetLastError());
   auto arguments = arguments_of<G>(arrays, experts);
   using Raster = decltype(arguments.scheduler.raster_order);
-  if (G::kAdds) arguments.scheduler.raster_order = n < m ? Raster::AlongN : Raster::AlongM;  // along the shorter side
+  // Along the shorter side, but of large matrices along n.
+  if (G::kAdds) arguments.scheduler.raster_order = n < m || n * m >= kLargeGrad ? Raster::AlongN : Raster::AlongM;
   const auto free = static_cast<char*>(workspace) + workspace.elements - rest;
   const bool fits = free >= static_cast<int64_t>(G::Product::get_workspace_size(arguments));
   const cutlass::Status status =
@@ -173,7 +175,8 @@ void grouped_input_grad_cuda(View dy, View weight, View offsets, View d_rows, Vi
 
 void grouped_weight_grad_cuda(View dy, View rows, View offsets, View grad, View workspace) {
   const int64_t n = dy.width, k = rows.width;
-  const auto run = rows.rows < kFewRows * offsets.elements ? multiply<WeightGradOfFewRows> : multiply<WeightGrad>;
+  const bool large = rows.rows < kFewRows * offsets.elements || n * k >= kLargeGrad;
+  const auto run = large ? multiply<LargeTilesWeightGrad> : multiply<WeightGrad>;
   run({dy, n, 0, n}, {rows, k, 0, k}, {grad, 0, n * k, k}, n, k, 0, offsets, workspace);
 }
 

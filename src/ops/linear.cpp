@@ -38,7 +38,7 @@ Tensor linear(const Tensor& x, const Parameter& weight, WeightGradQueue& queue, 
       const Tensor late_dy = weight8 && !bias_grad.defined() ? Tensor() : dy;
       queue.push([=, late = dy8.transposed] {
         if (weight8) {
-          at::Tensor(weight_grad).add_(fp8_product(late, kept, at::kFloat));
+          accumulate_fp8(weight_grad, late, kept);
         } else if (weight_grad.defined()) {
           accumulate_weight_grad(weight_grad, late_dy, in);
         }

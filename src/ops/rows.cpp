@@ -63,11 +63,22 @@ Tensor gather(const Tensor& x, const Tensor& source_of_row, const Tensor& out, c
 
 Tensor rows_like(const Tensor& x, int64_t rows) { return at::empty({rows, x.size(1)}, x.options()); }
 
-// out.value [rows, H] of x, handed over as out says.
-void gather_expert(const Tensor& x, const Tensor& source_of_row, const ExpertRows& out) {
-  const Fp8Matrix written = memory_for(out.fp8, out.value);
-  gather(x, source_of_row, out.value, {written.data, written.scale, out.offsets});
-  hand_over(out.fp8, out.value, out.offsets, written);
+// [rows, H] of x with offsets, handed over as `handover` says.
+ExpertRows gather_expert(const Tensor& x, const Tensor& source_of_row, int64_t rows, const Tensor& offsets,
+                         const std::shared_ptr<Fp8Handover>& handover) {
+  if (handover != nullptr && handover->both && x.is_cuda()) {
+    check_map(x, source_of_row, "source_of_row");
+    const Tensor none = at::full({1, 1}, std::numeric_limits<double>::quiet_NaN(), x.options());
+    const ExpertRows out{none.expand({rows, x.size(1)}), offsets, handover};
+    handover->forms = quantize_gathered_rows(x, source_of_row.slice(0, 0, rows), offsets);
+    handover->of = out.value.variable_data();
+    return out;
+  }
+  const ExpertRows out{rows_like(x, rows), offsets, handover};
+  const Fp8Matrix written = memory_for(handover, out.value);
+  gather(x, source_of_row, out.value, {written.data, written.scale, offsets});
+  hand_over(handover, out.value, offsets, written);
+  return out;
 }
 
 // totals [T, H] fp32 += Σ_j rows[rows_of_source[t, j]], rows fp32.
@@ -151,9 +162,9 @@ Tensor gather_rows(const Tensor& x, const RowMap& map, int64_t rows, const Tenso
 
 ExpertRows gather_expert_rows(const Tensor& x, const ExpertPermutation& permutation, int64_t rows,
                               const Parameter& reader) {
-  ExpertRows out{rows_like(x, rows), permutation.offsets};
-  out.fp8 = make_handover(reader, Fp8Product::kExpertForward, out.value);
-  gather_expert(x.detach(), permutation.map.source_of_row, out);
+  const Tensor sizes = at::empty({1, 1}, x.options()).expand({rows, x.size(1)});
+  ExpertRows out = gather_expert(x.detach(), permutation.map.source_of_row, rows, permutation.offsets,
+                                 make_handover(reader, Fp8Product::kExpertForward, sizes));
   out.value = differentiable({x}, {out.value}, gather_backward(permutation.map))[0];
   return out;
 }
@@ -168,12 +179,8 @@ Tensor sum_rows(const ExpertRows& expert_rows, const RowMap& map, const Tensor& 
                          added = residual.defined(), offsets = expert_rows.offsets,
                          handover = expert_rows.d_value_fp8](const variable_list& d_out) -> variable_list {
     const Tensor d_sum = d_out[0].contiguous();
-    ExpertRows d_rows;
-    if (differs) {
-      d_rows = {rows_like(d_sum, count), offsets, handover};
-      gather_expert(d_sum, index, d_rows);
-    }
-    return {d_rows.value, added ? d_out[0] : Tensor()};
+    return {differs ? gather_expert(d_sum, index, count, offsets, handover).value : Tensor(),
+            added ? d_out[0] : Tensor()};
   };
   const Tensor start = residual.defined() ? residual.detach() : residual;
   return differentiable({rows, residual}, {sum(rows.detach(), map.rows_of_source, start)}, backward)[0];

@@ -52,7 +52,7 @@ void LayerPass::run_experts() {
   const ExpertPermutation order = expert_permutation(tokens.experts, routing_.counts.size(1) / ranks);
   const auto out = experts_.forward({tokens.rows, tokens.weights}, [&](const auto& in) {
     const ExpertRows rows = gather_expert_rows(in[0], order, tokens.expert_rows, layer_->first_expert_weight());
-    if (options_.recompute_cheap) {
+    if (options_.recompute_cheap && !rows.only_in_fp8()) {
       rows_again_.add({rows.value},
                       [tokens = in[0].detach(), map = order.map, offsets = order.offsets, count = tokens.expert_rows] {
                         return std::vector{gather_rows(tokens, map, count, offsets)};

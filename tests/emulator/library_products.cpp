@@ -1,4 +1,4 @@
-// What CUTLASS computes on a GPU, by ATen: so that operators which use it run to their end.
+// What CUTLASS and cuBLASLt compute on a GPU, by ATen: so that operators which use it run to their end.
 #include "ops/pch.h"
 // After the precompiled header:
 #include "ops/cuda_kernels.h"
@@ -60,6 +60,31 @@ void grouped_fp8_cuda(View rows, View rows_scale, View weight, View weight_scale
         at::mm(dequantize({x.slice(0, begin, end), scales}), dequantize({w[e], w_scales[e].t()}).t());
     rows_of(out).slice(0, begin, end).copy_(product);
   });
+}
+
+void grouped_fp8_weight_grad_cuda(View dy, View dy_scale, View x, View x_scale, View offsets, View grad, View) {
+  const Tensor sums = tensor(grad, {offsets.elements, dy.rows, x.rows}, at::kFloat);
+  const auto part = [](const View& data, const View& scale, int64_t begin, int64_t end) {  // of an expert, in blocks
+    const Tensor scales = tensor(scale, {data.width / kFp8Block, data.rows}, at::kFloat).t();
+    return dequantize(
+        {tensor(data, {data.rows, data.width}, at::kFloat8_e4m3fn).slice(1, begin * kFp8Block, end * kFp8Block),
+         scales.slice(1, begin, end)});
+  };
+  int64_t done = 0;
+  for_experts(offsets, [&](int64_t e, int64_t begin, int64_t end) {
+    const int64_t next = done + (end - begin + kFp8Block - 1) / kFp8Block;
+    sums[e].addmm_(part(dy, dy_scale, done, next), part(x, x_scale, done, next).t());
+    done = next;
+  });
+}
+
+void fp8_weight_grad_cuda(void*, View dy, View dy_scale, View x, View x_scale, View grad, View) {
+  const auto whole = [](const View& data, const View& scale) {
+    const int64_t blocks = (data.width + kFp8Block - 1) / kFp8Block;
+    return dequantize({tensor(data, {data.rows, data.width}, at::kFloat8_e4m3fn),
+                       tensor(scale, {blocks, data.rows}, at::kFloat).t()});
+  };
+  tensor(grad, {dy.rows, x.rows}, at::kFloat).addmm_(whole(dy, dy_scale), whole(x, x_scale).t());
 }
 
 }  // namespace marrow

@@ -12,24 +12,52 @@ using at::Tensor;
 
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
-Parameter in_fp8(at::IntArrayRef shape, at::Device device, int64_t seed, bool fp8 = true) {
+int64_t blocks_of(const Tensor& offsets) {  // of columns, where experts' rows are turned
+  int64_t blocks = 0, begin = 0;
+  for (int64_t e = 0; e < offsets.size(0); ++e) {
+    const auto end = offsets[e].item<int64_t>();
+    blocks += (end - begin + kFp8Block - 1) / kFp8Block;
+    begin = end;
+  }
+  return blocks;
+}
+
+enum class Products { kBf16, kTwoInFp8, kAllInFp8 };  // two: the weight is frozen, its gradient not wanted
+
+Parameter in_fp8(at::IntArrayRef shape, at::Device device, int64_t seed, Products products = Products::kTwoInFp8) {
   Parameter weight = make_parameter(random_tensor(shape, at::kBFloat16, device, seed, 0.1));
-  if (fp8) weight.fp8 = std::make_shared<Fp8Weight>(/*at_any_size=*/true);
+  if (products != Products::kBf16) weight.fp8 = std::make_shared<Fp8Weight>(/*at_any_size=*/true);
+  if (products == Products::kTwoInFp8) weight.grad = Tensor();
   return weight;
 }
 
+void expect_same(const Fp8Matrix& got, const Fp8Matrix& want, int64_t rows, int64_t columns) {
+  const auto bytes = [&](const Fp8Matrix& matrix) {
+    return matrix.data.cpu().view(at::kByte).slice(0, 0, rows).slice(1, 0, columns);
+  };
+  EXPECT_TRUE(at::equal(bytes(got), bytes(want)));
+}
+
 // What was handed over is, to the bit, what quantize_expert_rows makes of the rows afterwards.
-void expect_handed_over(const std::shared_ptr<Fp8Handover>& handover, const Tensor& rows, const Tensor& offsets) {
+void expect_handed_over(const std::shared_ptr<Fp8Handover>& handover, const Tensor& rows, const Tensor& offsets,
+                        const Tensor& made_of) {
   ASSERT_NE(handover, nullptr);
   ASSERT_TRUE(handover->of.defined());
   EXPECT_EQ(handover->of.data_ptr(), rows.data_ptr());
-  const Fp8Matrix got = take_over(handover, rows, offsets), want = quantize_expert_rows(rows, offsets);
-  EXPECT_FALSE(handover->of.defined()) << "the memory is kept";
-  const int64_t real = offsets[-1].item<int64_t>(), blocks = (rows.size(1) + kFp8Block - 1) / kFp8Block;
-  const auto bytes = [&](const Fp8Matrix& matrix) { return matrix.data.view(at::kByte).slice(0, 0, real).cpu(); };
-  const auto scales = [&](const Fp8Matrix& matrix) { return matrix.scale.flatten().slice(0, 0, real * blocks).cpu(); };
-  EXPECT_TRUE(at::equal(bytes(got), bytes(want)));
-  EXPECT_TRUE(tensors_identical(scales(got), scales(want)));
+  const bool both = handover->both;
+  const Fp8Pair got = take_over(handover, rows, offsets, true, both);
+  const Fp8Pair want = quantize_expert_rows(made_of, offsets, true, both);
+  EXPECT_FALSE(handover->of.defined() || handover->forms.rows.data.defined()) << "the memory is kept";
+  const int64_t real = offsets[-1].item<int64_t>(), width = rows.size(1);
+  expect_same(got.rows, want.rows, real, width);
+  const auto scales = [](const Tensor& all, int64_t count) { return all.cpu().flatten().slice(0, 0, count); };
+  const int64_t blocks = (width + kFp8Block - 1) / kFp8Block;
+  EXPECT_TRUE(tensors_identical(scales(got.rows.scale, real * blocks), scales(want.rows.scale, real * blocks)));
+  if (!both) return;
+  const int64_t used = blocks_of(offsets);
+  expect_same(got.transposed, want.transposed, width, used * kFp8Block);
+  EXPECT_TRUE(tensors_identical(scales(got.transposed.scale.t(), used * width),
+                                scales(want.transposed.scale.t(), used * width)));
 }
 
 // The rows that exist: behind them a GPU writes nothing.
@@ -71,12 +99,12 @@ TEST(ExpertRows, SwigluHandsOverWhatItMakes) {
           EXPECT_TRUE(tensors_identical(existing(out.value, offsets), existing(want, offsets)));
           EXPECT_TRUE(
               tensors_identical(existing(swiglu(x, weight.detach(), offsets), offsets), existing(want, offsets)));
-          expect_handed_over(out.fp8, out.value, offsets);
+          expect_handed_over(out.fp8, out.value, offsets, out.value);
           out.value.backward(d_out);
           want.backward(d_out);
           EXPECT_TRUE(tensors_identical(existing(leaf.grad(), offsets), existing(plain.grad(), offsets)));
           EXPECT_TRUE(tensors_identical(existing(weight.grad(), offsets), existing(plain_weight.grad(), offsets)));
-          expect_handed_over(gate_up.d_value_fp8, leaf.grad(), offsets);
+          expect_handed_over(gate_up.d_value_fp8, leaf.grad(), offsets, leaf.grad());
         }
       }
     }
@@ -92,20 +120,30 @@ TEST(ExpertRows, GatherAndTheGradientOfSumHandOverWhatTheyMake) {
             at::stack({at::arange(tokens).remainder(3).eq(1).to(at::kInt) * 2, at::full({tokens}, 3)}, 1)
                 .to(device, at::kInt);
         const ExpertPermutation order = expert_permutation(experts.contiguous(), 3);
-        const Parameter weight = in_fp8({3, 32, width}, device, 1);
         for (const auto& [name, x] : inputs(tokens, width, device, 3)) {
           SCOPED_TRACE(fmt::format("{} {} width {} tokens {}", device.str(), name, width, tokens));
-          const ExpertRows rows = gather_expert_rows(x, order, 2 * tokens, weight);
-          EXPECT_TRUE(tensors_identical(existing(rows.value, order.offsets),
-                                        existing(gather_rows(x, order.map, 2 * tokens), order.offsets)));
+          const Tensor want = gather_rows(x, order.map, 2 * tokens);
           EXPECT_TRUE(tensors_identical(existing(gather_rows(x, order.map, 2 * tokens, order.offsets), order.offsets),
-                                        existing(rows.value, order.offsets)));
-          expect_handed_over(rows.fp8, rows.value, order.offsets);
-          const Tensor results = with_grad(at::zeros({2 * tokens, width}, x.options()));
-          const ExpertRows to_sum{results, order.offsets, nullptr, std::make_shared<Fp8Handover>()};
-          sum_rows(to_sum, order.map, {}).backward(x);
-          EXPECT_TRUE(tensors_identical(existing(results.grad(), order.offsets), existing(rows.value, order.offsets)));
-          expect_handed_over(to_sum.d_value_fp8, results.grad(), order.offsets);
+                                        existing(want, order.offsets)));
+          for (const Products products : {Products::kTwoInFp8, Products::kAllInFp8}) {
+            const bool alone = products == Products::kAllInFp8;  // then the CPU leaves it to the product
+            const ExpertRows rows =
+                gather_expert_rows(x, order, 2 * tokens, in_fp8({3, 32, width}, device, 1, products));
+            const Tensor results = with_grad(at::zeros({2 * tokens, width}, x.options()));
+            const ExpertRows to_sum{results, order.offsets, nullptr,
+                                    std::make_shared<Fp8Handover>(Fp8Handover{alone, {}, {}})};
+            Tensor d_results;
+            results.register_hook([&](const Tensor& gradient) { d_results = gradient; });
+            sum_rows(to_sum, order.map, {}).backward(x);
+            for (const Tensor& made : {rows.value, d_results}) {
+              const Tensor expected = alone && device.is_cuda() ? at::full_like(want, kNan) : want;
+              EXPECT_TRUE(tensors_identical(existing(made, order.offsets), existing(expected, order.offsets)));
+            }
+            EXPECT_EQ(rows.only_in_fp8(), alone);
+            if (alone && device.is_cpu()) continue;
+            expect_handed_over(rows.fp8, rows.value, order.offsets, want);
+            expect_handed_over(to_sum.d_value_fp8, d_results, order.offsets, want);
+          }
         }
       }
     }
@@ -117,12 +155,12 @@ struct Layer {
 };
 
 // The experts of a layer: with what operators hand over, or each product quantising for itself.
-Layer run_layer(at::Device device, bool handing_over, bool fp8 = true) {
+Layer run_layer(at::Device device, bool handing_over, Products products) {
   const int64_t tokens = 50, hidden = 256, inner = 384;
   const Tensor scores = random_tensor({tokens, 5}, at::kFloat, at::kCPU, 1);
   const ExpertPermutation order = expert_permutation(std::get<1>(scores.topk(2)).to(device, at::kInt).contiguous(), 5);
-  const Parameter up = in_fp8({5, 2 * inner, hidden}, device, 2, fp8),
-                  down = in_fp8({5, hidden, inner}, device, 3, fp8);
+  const Parameter up = in_fp8({5, 2 * inner, hidden}, device, 2, products),
+                  down = in_fp8({5, hidden, inner}, device, 3, products);
   const Tensor x = with_grad(random_tensor({tokens, hidden}, at::kBFloat16, device, 4));
   const Tensor weights = with_grad(random_tensor({2 * tokens}, at::kFloat, device, 5));
   const Tensor d_out = random_tensor({tokens, hidden}, at::kBFloat16, device, 6);
@@ -134,7 +172,7 @@ Layer run_layer(at::Device device, bool handing_over, bool fp8 = true) {
     const ExpertRows results = grouped_linear(activated, down, queue);
     EXPECT_EQ(results.fp8, nullptr);
     for (const auto& handover : {rows.fp8, gate_up.d_value_fp8, activated.fp8, results.d_value_fp8}) {
-      EXPECT_EQ(handover != nullptr, fp8);
+      EXPECT_EQ(handover != nullptr, products != Products::kBf16);
     }
     out = sum_rows(results, order.map, x);
     out.backward(d_out);
@@ -152,11 +190,12 @@ Layer run_layer(at::Device device, bool handing_over, bool fp8 = true) {
 
 TEST(ExpertRows, ALayerIsTheSameToTheBit) {
   for (const at::Device device : test_devices()) {
-    for (const bool fp8 : {false, true}) {
-      const Layer got = run_layer(device, true, fp8), want = run_layer(device, false, fp8);
+    for (const Products products : {Products::kBf16, Products::kTwoInFp8, Products::kAllInFp8}) {
+      const Layer got = run_layer(device, true, products), want = run_layer(device, false, products);
       EXPECT_TRUE(tensors_identical(got.out, want.out));
       EXPECT_TRUE(tensors_identical(got.dx, want.dx));
       EXPECT_TRUE(tensors_identical(got.d_weights, want.d_weights));
+      if (products == Products::kTwoInFp8) continue;
       EXPECT_TRUE(tensors_identical(got.d_up, want.d_up));
       EXPECT_TRUE(tensors_identical(got.d_down, want.d_down));
     }
@@ -166,27 +205,30 @@ TEST(ExpertRows, ALayerIsTheSameToTheBit) {
 // Products read what was handed over, and only for the very tensor that it was made of.
 TEST(ExpertRows, ProductsTakeTheFormOfTheirRowsAlone) {
   for (const at::Device device : test_devices()) {
-    const Parameter weight = in_fp8({2, 128, 256}, device, 1);
     const Tensor offsets = at::tensor({20, 33}).to(device, at::kInt);
     const Tensor x = random_tensor({33, 256}, at::kBFloat16, device, 2),
                  dy = random_tensor({33, 128}, at::kBFloat16, device, 3);
     const auto run = [&](const Tensor& x_form, const Tensor& x_of, const Tensor& d_form, const Tensor& d_of) {
+      const Parameter weight = in_fp8({2, 128, 256}, device, 1, Products::kAllInFp8);
       WeightGradQueue queue;
       const Tensor leaf = with_grad(x);
       const auto form = std::make_shared<Fp8Handover>();
-      *form = {x_of.defined() ? x_of : leaf.detach(), quantize_expert_rows(x_form, offsets)};
+      *form = {true, x_of.defined() ? x_of : leaf.detach(), quantize_expert_rows(x_form, offsets, true, true)};
       const ExpertRows out = grouped_linear({leaf, offsets, form}, weight, queue);
-      *out.d_value_fp8 = {d_of, quantize_expert_rows(d_form, offsets)};
+      *out.d_value_fp8 = {true, d_of, quantize_expert_rows(d_form, offsets, true, true)};
       out.value.backward(dy);
-      return std::pair(out.value.detach(), leaf.grad());
+      queue.run_all();
+      return std::tuple(out.value.detach(), leaf.grad(), weight.grad);
     };
-    const auto [y, dx] = run(x, {}, dy, dy);
-    const auto [double_y, double_dx] = run(x * 2, {}, dy * 2, dy);
+    const auto [y, dx, dw] = run(x, {}, dy, dy);
+    const auto [double_y, double_dx, four_dw] = run(x * 2, {}, dy * 2, dy);
     EXPECT_TRUE(tensors_identical(double_y, y * 2));
     EXPECT_TRUE(tensors_identical(double_dx, dx * 2));
-    const auto [same_y, same_dx] = run(x * 2, x * 2, dy * 2, dy.clone());
+    EXPECT_TRUE(tensors_identical(four_dw, dw * 4));
+    const auto [same_y, same_dx, same_dw] = run(x * 2, x * 2, dy * 2, dy.clone());
     EXPECT_TRUE(tensors_identical(same_y, y));
     EXPECT_TRUE(tensors_identical(same_dx, dx));
+    EXPECT_TRUE(tensors_identical(same_dw, dw));
   }
 }
 

@@ -87,6 +87,41 @@ TEST(Fp8Quantize, RowsAreAsDefinedBothWaysRound) {
   }
 }
 
+// Turned round, an expert's rows are blocks of their own, with zeros behind them.
+TEST(Fp8Quantize, ExpertRowsAreAsDefinedBothWaysRound) {
+  for (const at::Device device : test_devices()) {
+    std::vector<int64_t> many(70, 1);  // experts: more than a warp looks at at once
+    many[40] = 0;
+    many[69] = 200;
+    for (const auto& counts : {std::vector<int64_t>{1}, {0, 130, 0, 128, 3}, {0, 0}, many}) {
+      for (const auto& [name, x] : inputs(std::reduce(counts.begin(), counts.end()) + 2, 144, device, 7)) {
+        SCOPED_TRACE(fmt::format("{} {} {} experts", device.str(), name, counts.size()));
+        const Tensor offsets = at::tensor(counts).cumsum(0).to(device, at::kInt);
+        const Fp8Pair both = quantize_expert_rows(x, offsets, true, true);
+        const Tensor turned = dequantize(both.transposed).cpu();
+        EXPECT_EQ(turned.size(1), expert_columns(x.size(0), std::ssize(counts)));
+        int64_t begin = 0, to = 0;
+        for (const int64_t count : counts) {
+          const Tensor own = x.narrow(0, begin, count), found = turned.narrow(1, to, count);
+          EXPECT_TRUE(tensors_identical(found, quantized_plainly(own.t(), 1)));
+          begin += count;
+          to += count;
+          const int64_t next = (to + kFp8Block - 1) / kFp8Block * kFp8Block;
+          EXPECT_EQ(turned.slice(1, to, next).abs().sum().item<double>(), 0);
+          to = next;
+        }
+        const Fp8Pair rows = quantize_expert_rows(x, offsets, true, false),
+                      columns = quantize_expert_rows(x, offsets, false, true);
+        EXPECT_FALSE(rows.transposed.data.defined() || columns.rows.data.defined());
+        const auto bytes = [](const Tensor& data) { return data.cpu().view(at::kByte); };
+        EXPECT_TRUE(at::equal(bytes(rows.rows.data).slice(0, 0, begin), bytes(both.rows.data).slice(0, 0, begin)));
+        EXPECT_TRUE(
+            at::equal(bytes(columns.transposed.data).slice(1, 0, to), bytes(both.transposed.data).slice(1, 0, to)));
+      }
+    }
+  }
+}
+
 TEST(Fp8Quantize, AwkwardSizesOnTheCpu) {
   for (const auto& [rows, columns] : {std::pair<int64_t, int64_t>{1, 1}, {0, 5}, {7, 131}, {129, 257}}) {
     const Tensor x = random_tensor({rows, columns}, at::kFloat, at::kCPU, 4);
@@ -276,19 +311,26 @@ TEST(Fp8GroupedLinear, UnevenAndEmptyGroups) {
         Tensor out, d_rows, want, d_want;
         const Tensor grad = run(in_fp8(value), out, d_rows), want_grad = run(make_parameter(value), want, d_want);
         for (int64_t e = 0, begin = 0; e < experts; begin += counts[e++]) {
-          if (counts[e] == 0) continue;
+          if (counts[e] == 0) {
+            EXPECT_TRUE(tensors_identical(grad[e], at::zeros_like(grad[e])));
+            continue;
+          }
           SCOPED_TRACE(
               fmt::format("{} expert {} with {} rows, input major {}", device.str(), e, counts[e], input_major));
           const auto own = [&](const Tensor& all) { return all.narrow(0, begin, counts[e]); };
           EXPECT_LE(relative_error(own(out), own(want)), 0.06);
           EXPECT_GT(relative_error(own(out), own(want)), 0.01) << "not in fp8";
           EXPECT_LE(relative_error(own(d_rows), own(d_want)), 0.05);
+          EXPECT_LE(relative_error(grad[e], want_grad[e]), 0.05);
+          EXPECT_GT(relative_error(grad[e], want_grad[e]), 0.01) << "not in fp8";
           // Alone the expert gives the same: no scale is shared.
           const Tensor alone = dequantize(quantize_rows(own(x).cpu().contiguous(), true, false).rows);
           const Tensor matrix = dequantize(quantize_weight(w[e].cpu().contiguous()).rows);
           EXPECT_LE(relative_error(own(out), alone.mm(matrix.t())), 4e-3);
+          const auto turned = [&](const Tensor& all) { return quantized_plainly(own(all).cpu().t().contiguous(), 1); };
+          const Tensor product = turned(dy).mm(turned(x).t());
+          EXPECT_LE(relative_error(grad[e], input_major ? product.t() : product), 2e-3);
         }
-        EXPECT_TRUE(tensors_identical(grad, want_grad));  // in bf16
       }
     }
   }
@@ -321,14 +363,19 @@ TEST(Fp8Weight, IsMadeOnceAndAgainWhenItIsStale) {
 
 TEST(Fp8Wins, WithCopiesAloneAndOnGpusFromTheTablesSizesOn) {
   for (const at::Device device : test_devices()) {
-    const Tensor few = at::zeros({512, 1024}, at::device(device).dtype(at::kBFloat16)), many = few.repeat({16, 1});
-    Parameter weight = make_parameter(at::zeros({1024, 1024}, few.options()));
-    EXPECT_FALSE(fp8_wins(weight, Fp8Product::kForward, many, 1024));
+    const Tensor few = at::zeros({512, 4096}, at::device(device).dtype(at::kBFloat16)), many = few.repeat({16, 1});
+    Parameter weight = make_parameter(at::zeros({1, 1}, few.options()));  // of one expert
+    EXPECT_FALSE(fp8_wins(weight, Fp8Product::kForward, many, 4096));
     weight.fp8 = std::make_shared<Fp8Weight>();
-    EXPECT_EQ(fp8_wins(weight, Fp8Product::kForward, few, 1024), device.is_cpu());
-    EXPECT_TRUE(fp8_wins(weight, Fp8Product::kForward, many, 1024));
-    EXPECT_EQ(fp8_wins(weight, Fp8Product::kForward, many.to(at::kFloat), 1024), device.is_cpu());
+    EXPECT_EQ(fp8_wins(weight, Fp8Product::kForward, few, 4096), device.is_cpu());
+    EXPECT_TRUE(fp8_wins(weight, Fp8Product::kForward, many, 4096));
+    EXPECT_EQ(fp8_wins(weight, Fp8Product::kForward, many.to(at::kFloat), 4096), device.is_cpu());
     EXPECT_EQ(fp8_wins(weight, Fp8Product::kForward, many, 24), device.is_cpu());
+    EXPECT_EQ(fp8_wins(weight, Fp8Product::kForward, many.slice(1, 0, 512).contiguous(), 4096), device.is_cpu());
+    for (const auto product : {Fp8Product::kWeightGrad, Fp8Product::kExpertWeightGrad}) {
+      EXPECT_TRUE(fp8_wins(weight, product, many, 4096));
+      EXPECT_EQ(fp8_wins(weight, product, many, 24), device.is_cpu());
+    }
   }
 }
 
