@@ -18,6 +18,7 @@
 #include "ops/grouped_linear.h"
 #include "ops/linear.h"
 #include "ops/linear_cross_entropy.h"
+#include "ops/mla_rope.h"
 #include "ops/optimizer.h"
 #include "ops/philox_normal.h"
 #include "ops/qk_norm_rope.h"
@@ -110,6 +111,27 @@ void rope(benchmark::State& state, bool backward) {
   }
   const at::NoGradGuard no_grad;
   measure(state, Unit::kBytes, 2 * heads * bytes, run);
+}
+
+// As DeepSeek-V3 on a GPU.
+void latent_rope(benchmark::State& state, bool backward) {
+  const Sizes s = sizes();
+  const int64_t heads = s.device.is_cuda() ? 128 : s.q_heads, nope = 128, rope = 64, value = 128;
+  const RopeTable table = make_rope_table(rope_inverse_frequencies(1e4, rope), s.seq_len, 1.0, s.device);
+  const Tensor positions =
+      at::arange(s.tokens(), at::device(s.device).dtype(at::kInt)).remainder(s.seq_len).to(at::kInt);
+  const Tensor q = s.leaf({s.tokens(), heads * (nope + rope)}), kv = s.leaf({s.tokens(), heads * (nope + value)}),
+               k_rope = s.leaf({s.tokens(), rope});
+  const auto run = [&] { return mla_rope(q, kv, k_rope, table, positions, heads, value); };
+  // q, k with k_rope's part in every head, and v.
+  const double bytes = static_cast<double>(s.tokens()) * s.element() *
+                       static_cast<double>(heads * (2 * (nope + rope) + 2 * (nope + value) + rope) + rope);
+  if (backward) {
+    const auto [q_out, k_out, v_out] = run();
+    return measure(state, Unit::kBytes, bytes, backward_of({q_out, k_out, v_out}, {q, kv, k_rope}));
+  }
+  const at::NoGradGuard no_grad;
+  measure(state, Unit::kBytes, bytes, run);
 }
 
 void attend(benchmark::State& state, bool backward, bool deterministic, bool documents) {
@@ -398,6 +420,8 @@ int main(int argc, char** argv) {
   add("quantize_weight experts", quantize_experts);
   add("qk_norm_rope forward", rope, false);
   add("qk_norm_rope backward", rope, true);
+  add("mla_rope forward", latent_rope, false);
+  add("mla_rope backward", latent_rope, true);
   add("attention forward", attend, false, false, false);
   add("attention backward", attend, true, false, false);
   add("attention forward deterministic", attend, false, true, false);

@@ -116,13 +116,13 @@ void launch_typed(bool is_bf16, const Launch& launch) {
   MARROW_CUDA_CHECK(cudaGetLastError());
 }
 
-// Calls launch<T, N>() for packs of N elements of T: 16 bytes where `packs`, else one element.
-template <typename Launch>
+// Calls launch<T, N>() for packs of N elements of T: 16 bytes where `packs`, else kElse elements.
+template <int kElse = 1, typename Launch>
 void launch_packs(bool is_bf16, bool packs, const Launch& launch) {
   if (is_bf16) {
-    packs ? launch.template operator()<bf16, 8>() : launch.template operator()<bf16, 1>();
+    packs ? launch.template operator()<bf16, 8>() : launch.template operator()<bf16, kElse>();
   } else {
-    packs ? launch.template operator()<float, 4>() : launch.template operator()<float, 1>();
+    packs ? launch.template operator()<float, 4>() : launch.template operator()<float, kElse>();
   }
   MARROW_CUDA_CHECK(cudaGetLastError());
 }

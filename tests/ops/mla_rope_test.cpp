@@ -19,7 +19,11 @@ Tensor plain_turn(const Tensor& x, const Tensor& cos, const Tensor& sin) {
 }
 
 TEST(MlaRope, MatchesPlainComposition) {
-  const Shape shapes[] = {{0, 2, 4, 2, 4}, {1, 1, 2, 2, 2}, {7, 3, 6, 10, 4}, {19, 2, 0, 8, 6}, {67, 4, 128, 64, 128}};
+  // Of a GPU's kernels, which move pairs or packs: heads fewer than a block's groups of threads and more, groups that
+  // leave threads over, and heads too wide for one block, in pairs and in packs.
+  const Shape shapes[] = {{0, 2, 4, 2, 4},       {1, 1, 2, 2, 2},       {7, 3, 6, 10, 4},     {19, 2, 0, 8, 6},
+                          {67, 4, 128, 64, 128}, {9, 16, 128, 64, 128}, {5, 1, 128, 64, 128}, {6, 37, 64, 32, 48},
+                          {8, 45, 0, 8, 16},     {4, 131, 6, 10, 4},    {3, 5, 130, 66, 150}, {3, 5, 512, 64, 128}};
   for (const at::Device device : test_devices()) {
     for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
       for (const auto& [tokens, heads, nope, rope, value] : shapes) {
@@ -58,6 +62,27 @@ TEST(MlaRope, MatchesPlainComposition) {
         EXPECT_TRUE(tensors_close(kv.grad(), rkv.grad(), tolerance, tolerance));
         EXPECT_TRUE(tensors_close(wide.grad(), rw.grad(), tolerance, 2 * tolerance));
       }
+    }
+  }
+}
+
+// A GPU's kernel then moves pairs.
+TEST(MlaRope, StartsAnywhere) {
+  for (const at::Device device : test_devices()) {
+    for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+      const RopeTable table = make_rope_table(rope_inverse_frequencies(1e4, 16), 8, 1.0, device);
+      const Tensor positions = at::arange(5, at::kInt).to(device);
+      const auto shifted = [](const Tensor& x) {
+        const Tensor flat = at::cat({x.flatten().slice(0, 0, 2), x.flatten()});
+        return flat.slice(0, 2).view(x.sizes());
+      };
+      const Tensor q = random_tensor({5, 3 * 48}, dtype, device, 1), kv = random_tensor({5, 3 * 48}, dtype, device, 2);
+      const Tensor k_rope = random_tensor({5, 16}, dtype, device, 3);
+      const auto [q_out, k_out, v_out] = mla_rope(shifted(q), shifted(kv), k_rope, table, positions, 3, 16);
+      const auto [q_want, k_want, v_want] = mla_rope(q, kv, k_rope, table, positions, 3, 16);
+      EXPECT_TRUE(tensors_identical(q_out, q_want));
+      EXPECT_TRUE(tensors_identical(k_out, k_want));
+      EXPECT_TRUE(tensors_identical(v_out, v_want));
     }
   }
 }
