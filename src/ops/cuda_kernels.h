@@ -263,9 +263,9 @@ void swiglu_backward_cuda(View gate_up, View row_weight, View d_out, View d_gate
                           View d_row_weight,  // or none
                           const ExpertRowsView& of_d_gate_up);
 
-// As clamped_swiglu: gate_up [R, 2I] in turn, row_weight [R].
-void clamped_swiglu_forward_cuda(View gate_up, View row_weight, View out, float alpha, float limit);
+// As clamped_swiglu: gate_up [R, 2I] in turn, row_weight [R]; offsets or none.
+void clamped_swiglu_forward_cuda(View gate_up, View row_weight, View out, View offsets, float alpha, float limit);
 void clamped_swiglu_backward_cuda(View gate_up, View row_weight, View d_out, View d_gate_up, View d_row_weight,
-                                  float alpha, float limit);
+                                  View offsets, float alpha, float limit);
 
 }  // namespace marrow

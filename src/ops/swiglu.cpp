@@ -101,10 +101,11 @@ struct ClampedParts {
         up(gate_up.slice(1, 1, {}, 2).clamp(-limit, limit).add_(1.0)) {}
 };
 
-Tensor clamped_forward(const Tensor& gate_up, const Tensor& row_weight, double alpha, double limit) {
+Tensor clamped_forward(const Tensor& gate_up, const Tensor& row_weight, double alpha, double limit,
+                       const Tensor& offsets) {
   const Tensor out = at::empty({gate_up.size(0), gate_up.size(1) / 2}, gate_up.options());
   if (out.numel() > 0 && out.is_cuda()) {
-    MARROW_CUDA_CALL(clamped_swiglu_forward_cuda(gate_up, row_weight, out, float(alpha), float(limit)));
+    MARROW_CUDA_CALL(clamped_swiglu_forward_cuda(gate_up, row_weight, out, offsets, float(alpha), float(limit)));
     return out;
   }
   const ClampedParts of(gate_up.to(at::kFloat), alpha, limit);
@@ -113,11 +114,11 @@ Tensor clamped_forward(const Tensor& gate_up, const Tensor& row_weight, double a
 
 // → gradients of gate_up and row_weight.
 variable_list clamped_backward(const Tensor& gate_up, const Tensor& row_weight, const Tensor& d_out, double alpha,
-                               double limit) {
-  const Tensor d_gate_up = at::empty_like(gate_up), d_weight = at::zeros_like(row_weight);
+                               double limit, const Tensor& offsets) {
+  const Tensor d_gate_up = at::empty_like(gate_up), d_weight = at::empty_like(row_weight);
   if (d_out.numel() > 0 && d_out.is_cuda()) {
-    MARROW_CUDA_CALL(
-        clamped_swiglu_backward_cuda(gate_up, row_weight, d_out, d_gate_up, d_weight, float(alpha), float(limit)));
+    MARROW_CUDA_CALL(clamped_swiglu_backward_cuda(gate_up, row_weight, d_out, d_gate_up, d_weight, offsets,
+                                                  float(alpha), float(limit)));
     return {d_gate_up, d_weight};
   }
   const Tensor x = gate_up.to(at::kFloat), d = d_out.to(at::kFloat), d_weighted = d * row_weight.unsqueeze(1);
@@ -151,13 +152,14 @@ ExpertRows activate(const ExpertRows& gate_up, const Tensor& row_weight, const P
 
 }  // namespace
 
-Tensor clamped_swiglu(const Tensor& gate_up, const Tensor& row_weight, double alpha, double limit) {
+Tensor clamped_swiglu(const Tensor& gate_up, const Tensor& row_weight, double alpha, double limit,
+                      const Tensor& offsets) {
   const Tensor x = gate_up.detach(), weights = row_weight.detach();
   check_tensor("clamped_swiglu: gate_up", x, kWorkingDtype, {-1, gate_up.size(-1) / 2 * 2});
   check_tensor("clamped_swiglu: row_weight", weights, at::kFloat, {gate_up.size(0)});
-  return differentiable({gate_up, row_weight}, {clamped_forward(x, weights, alpha, limit)},
+  return differentiable({gate_up, row_weight}, {clamped_forward(x, weights, alpha, limit, offsets)},
                         [=](const variable_list& d_out) -> variable_list {
-                          return clamped_backward(x, weights, d_out[0].contiguous(), alpha, limit);
+                          return clamped_backward(x, weights, d_out[0].contiguous(), alpha, limit, offsets);
                         })[0];
 }
 

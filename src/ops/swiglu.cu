@@ -134,10 +134,10 @@ struct Clamp {
 };
 
 template <typename T, int kWidth>
-__global__ void clamped_forward(const T* gate_up, const float* row_weight, T* out, int64_t rows, int64_t width,
+__global__ void clamped_forward(const T* gate_up, const float* row_weight, T* out, RowCount rows, int64_t width,
                                 Clamp clamp) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.y;
-  if (row >= rows) return;
+  if (!rows.has(row)) return;
   const float weight = row_weight[row];
   for (int64_t c = threadIdx.x * kWidth; c < width; c += 32 * kWidth) {
     float pairs[2 * kWidth], result[kWidth];
@@ -152,9 +152,9 @@ __global__ void clamped_forward(const T* gate_up, const float* row_weight, T* ou
 
 template <typename T, int kWidth>
 __global__ void clamped_backward(const T* gate_up, const float* row_weight, const T* d_out, T* d_gate_up,
-                                 float* d_row_weight, int64_t rows, int64_t width, Clamp clamp) {
+                                 float* d_row_weight, RowCount rows, int64_t width, Clamp clamp) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.y;
-  if (row >= rows) return;
+  if (!rows.has(row)) return;
   const float weight = row_weight[row];
   float dot = 0;
   for (int64_t c = threadIdx.x * kWidth; c < width; c += 32 * kWidth) {
@@ -208,18 +208,19 @@ void swiglu_backward_cuda(View gate_up, View row_weight, View d_out, View d_gate
   });
 }
 
-void clamped_swiglu_forward_cuda(View gate_up, View row_weight, View out, float alpha, float limit) {
+void clamped_swiglu_forward_cuda(View gate_up, View row_weight, View out, View offsets, float alpha, float limit) {
   launch_packs(out.bf16, in_packs(out.width, gate_up, out), [&]<typename T, int kWidth>() {
     clamped_forward<T, kWidth><<<blocks_for(out.rows, kWarps), dim3(32, kWarps), 0, current_stream()>>>(
-        gate_up, row_weight, out, out.rows, out.width, Clamp{alpha, limit});
+        gate_up, row_weight, out, RowCount(out.rows, offsets), out.width, Clamp{alpha, limit});
   });
 }
 
 void clamped_swiglu_backward_cuda(View gate_up, View row_weight, View d_out, View d_gate_up, View d_row_weight,
-                                  float alpha, float limit) {
+                                  View offsets, float alpha, float limit) {
   launch_packs(d_out.bf16, in_packs(d_out.width, gate_up, d_out, d_gate_up), [&]<typename T, int kWidth>() {
     clamped_backward<T, kWidth><<<blocks_for(d_out.rows, kWarps), dim3(32, kWarps), 0, current_stream()>>>(
-        gate_up, row_weight, d_out, d_gate_up, d_row_weight, d_out.rows, d_out.width, Clamp{alpha, limit});
+        gate_up, row_weight, d_out, d_gate_up, d_row_weight, RowCount(d_out.rows, offsets), d_out.width,
+        Clamp{alpha, limit});
   });
 }
 

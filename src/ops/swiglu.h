@@ -15,6 +15,8 @@ ExpertRows swiglu(const ExpertRows& gate_up, const at::Tensor& row_weight, const
 
 // GPT-OSS' variant: gate in the even columns of gate_up, up in the odd ones; g = min(gate, limit), u = up between
 // -limit and limit; g · sigmoid(alpha · g) · (u + 1) · row_weight → [R, I]. Computes in fp32; saves its inputs alone.
-at::Tensor clamped_swiglu(const at::Tensor& gate_up, const at::Tensor& row_weight, double alpha, double limit);
+// offsets as in swiglu.
+at::Tensor clamped_swiglu(const at::Tensor& gate_up, const at::Tensor& row_weight, double alpha, double limit,
+                          const at::Tensor& offsets = {});
 
 }  // namespace marrow
