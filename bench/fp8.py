@@ -1,4 +1,4 @@
-"""fp8 against bf16 in training steps on this machine's GPU: fp8.py [STEPS], with the bundle `bench/fp8_speed.sh [STEPS]`.
+"""fp8 against bf16 in training steps on this machine's GPU: fp8.py [STEPS [WIDTH]], with the bundle `bench/fp8_speed.sh`.
 
 Qwen3-30B-A3B's width (4 layers) and DeepSeek-V3's (2 layers, 32 experts), micro-batches of 4 sequences of 4,096, 131,072
 tokens a step; each dtype twice, in turns, and the better of both counts. $MARROW is the binary. Fails where fp8 is not
@@ -8,22 +8,23 @@ import sys
 
 from gpu import gpus_present, make_corpus, measure
 
-# model: config, vocabulary, what fp8 must be times bf16
-WIDTHS = {"Qwen3-30B-A3B": ("qwen3-30b-a3b-4layers", 151_936, 1.05),
-          "DeepSeek-V3": ("deepseek-v3-width-2layers", 16_384, 1.3)}
+# model: config, vocabulary, learning rate (at 1e-4 V3's width jumps to a loss of 35), what fp8 must be times bf16
+WIDTHS = {"Qwen3-30B-A3B": ("qwen3-30b-a3b-4layers", 151_936, 1e-4, 1.05),
+          "DeepSeek-V3": ("deepseek-v3-width-2layers", 16_384, 1e-5, 1.3)}
 
 
-def main(steps="7"):
+def main(steps="7", *names):
     gpus_present()
     print("| width | dtype | tokens/s | TFLOP/s | memory | loss of the first, last step |\n" + "|---" * 6 + "|")
     missed = []
-    for name, (config, vocabulary, goal) in WIDTHS.items():
+    for name in names or WIDTHS:
+        config, vocabulary, rate, goal = WIDTHS[name]
         corpus = f"/tmp/zipf{vocabulary}"
         make_corpus(corpus, 3_000_000, str(vocabulary))
         best, losses = {}, {}
         for dtype in ("bf16", "fp8", "bf16", "fp8"):
             r = measure(1, [f'model.config="configs/models/{config}.json"', f'data.train=["{corpus}"]',
-                            "train.micro_batch=4", f'train.dtype="{dtype}"'], steps)
+                            "train.micro_batch=4", f"optimizer.lr={rate}", f'train.dtype="{dtype}"'], steps)
             if r is None:
                 missed.append(f"{name} in {dtype} ended early")
                 continue

@@ -69,26 +69,29 @@ inline Fp8Times time_product(Fp8Product product, int64_t rows, int64_t inner, in
           time([&] { quantize_rows(x, true, false); })};
 }
 
+using ProductSize = std::array<int64_t, 3>;  // rows, columns (of a weight gradient 0), elements of the weight
+
 // The corner that lets most sizes be in fp8 of those that let none lose.
-inline std::string describe_bound(const char* product, const std::map<std::array<int64_t, 3>, double>& gains) {
-  const auto inside = [](const auto& size, const auto& corner) {
-    return size[0] >= corner[0] && size[1] >= corner[1] && size[2] >= corner[2];
-  };
+inline std::string describe_bound(const char* product, const std::map<ProductSize, double>& gains) {
   std::set<int64_t> of[3];
   for (const auto& [size, unused] : gains) {
     for (size_t i = 0; i < 3; ++i) of[i].insert(size[i]);
   }
-  std::array<int64_t, 3> best{};
+  ProductSize best{};
   int64_t most = 0;
+  const auto won_from = [&](const ProductSize& corner) {
+    int64_t won = 0;
+    for (const auto& [size, gain] : gains) {
+      const bool inside = size[0] >= corner[0] && size[1] >= corner[1] && size[2] >= corner[2];
+      if (inside) won = gain > 1 && won >= 0 ? won + 1 : -1;
+    }
+    return won;
+  };
   for (const int64_t rows : of[0]) {
-    for (const int64_t outer : of[1]) {
-      for (const int64_t inner : of[2]) {
-        const std::array corner{rows, outer, inner};
-        int64_t won = 0;
-        for (const auto& [size, gain] : gains) {
-          if (inside(size, corner)) won = gain > 1 && won >= 0 ? won + 1 : -1;
-        }
-        if (won > most) std::tie(most, best) = std::tuple(won, corner);
+    for (const int64_t columns : of[1]) {
+      for (const int64_t elements : of[2]) {
+        const int64_t won = won_from({rows, columns, elements});
+        if (won > most) std::tie(most, best) = std::tuple(won, ProductSize{rows, columns, elements});
       }
     }
   }
@@ -96,8 +99,7 @@ inline std::string describe_bound(const char* product, const std::map<std::array
                    : fmt::format("  {{\"{}\", {}, {}, {}}}\n", product, best[0], best[1], best[2]);
 }
 
-// The ladder of sizes for each product, and the least rows, columns and inner size from which on fp8 with quantising
-// won everywhere.
+// The ladder of sizes for each product, and the least sizes from which on fp8 with quantising won everywhere.
 inline int print_fp8_bounds() {
   const auto begin = std::chrono::steady_clock::now();
   const bool gpu = sizes().device.is_cuda();
@@ -105,7 +107,7 @@ inline int print_fp8_bounds() {
   const Ladder dense = gpu ? Ladder{1024, 2048, 4096, 8192, 16384} : Ladder{16, 32};
   const Ladder each = gpu ? Ladder{64, 128, 256, 512, 1024, 2048, 4096} : Ladder{8, 16};
   const Ladder columns = gpu ? Ladder{512, 1024, 1536, 2048, 4096, 7168} : Ladder{64, 128};
-  const Ladder inners = gpu ? Ladder{512, 2048, 7168} : Ladder{128};
+  const Ladder inners = gpu ? Ladder{512, 1536, 2048, 7168} : Ladder{128};
   using Pairs =
       std::vector<std::pair<int64_t, int64_t>>;  // inner, outer of gate_up and down: 30B-A3B, V3, and one small
   const Pairs experts =
@@ -126,20 +128,22 @@ inline int print_fp8_bounds() {
         if (!grouped) shapes.emplace_back(inner, outer);
       }
     }
-    std::map<std::array<int64_t, 3>, double> gains;  // by rows, columns, inner size
+    const bool weight_grad = product == Fp8Product::kWeightGrad || product == Fp8Product::kExpertWeightGrad;
+    std::map<ProductSize, double> gains;
     for (const auto& [inner, outer] : shapes) {
       fmt::print("| {} | {} | {} |", fp8_bounds()[p].product, inner, outer);
       for (const int64_t rows : grouped ? each : dense) {
         const Fp8Times t = time_product(product, rows, inner, outer);
         const double gain = t.bf16 / (t.fp8 + t.quantising);
-        gains[{rows, outer, inner}] = gain;
+        const auto [at, first] = gains.emplace(ProductSize{rows, weight_grad ? 0 : outer, outer * inner}, gain);
+        at->second = std::min(at->second, gain);
         fmt::print(" {}: {:.0f} / {:.0f} + {:.0f} = {:.2f};", rows, t.bf16, t.fp8, t.quantising, gain);
       }
       fmt::print(" |\n");
     }
     bounds += describe_bound(fp8_bounds()[p].product, gains);
   }
-  fmt::print("fp8_bounds() as measured (product, least rows, columns, inner size), in {:.0f} s:\n{}",
+  fmt::print("fp8_bounds() as measured, the least sizes, in {:.0f} s:\n{}",
              std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count(), bounds);
   return 0;
 }

@@ -84,9 +84,9 @@ std::string table(const std::vector<RankMemory>& ranks) {
 
 // From which sizes on a product is in fp8.
 std::string fp8_table() {
-  std::string text = "in fp8 from (rows, of an expert on average; columns; summed over), else in bf16:";
+  std::string text = "in fp8 from (rows, of an expert on average; columns; elements of the weight), else in bf16:";
   for (const Fp8Bound& least : fp8_bounds()) {
-    text += fmt::format(" {} ({}; {}; {}),", least.product, least.rows, least.outer, least.inner);
+    text += fmt::format(" {} ({}; {}; {}),", least.product, least.rows, least.columns, least.elements);
   }
   text.back() = '\n';
   return text;

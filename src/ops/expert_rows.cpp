@@ -33,8 +33,12 @@ Fp8Pair take_over(const std::shared_ptr<Fp8Handover>& handover, const at::Tensor
     const Fp8Pair forms = std::exchange(handover->forms, {});
     const bool all = (!direct || forms.rows.data.defined()) && (!transposed || forms.transposed.data.defined());
     // It kept the memory alive: what is there now is the same tensor.
-    if (all && of.defined() && of.data_ptr() == rows.data_ptr() && of.sizes() == rows.sizes()) return forms;
+    if (all && of.defined() && of.is_alias_of(rows) && of.data_ptr() == rows.data_ptr() && of.sizes() == rows.sizes())
+      return forms;
   }
+  MARROW_CHECK(rows.numel() == 0 || rows.storage().nbytes() > 0, ExitCode::kUsage,
+               Fix("set train.dtype = \"bf16\", and report this"),
+               "rows {} that were made in fp8 alone are not taken over", c10::str(rows.sizes()));
   return quantize_expert_rows(rows.contiguous(), offsets, direct, transposed);
 }
 

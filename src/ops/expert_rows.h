@@ -8,8 +8,8 @@ namespace marrow {
 // A tensor's forms in fp8 (quantize_expert_rows) on their way from the operator that made the tensor to the product
 // that reads it, which takes them out. What is taken for any other tensor is made anew: a sum of two gradients, say.
 struct Fp8Handover {
-  // The weight's gradient is in fp8 too: nobody reads the tensor itself. A gather on the GPU makes both forms and no
-  // tensor (NaN stands for it); others leave the forms to the product, which makes both at one reading.
+  // The weight's gradient is in fp8 too: nobody reads the tensor itself. A gather on the GPU makes both forms, and a
+  // tensor without memory; others leave the forms to the product, which makes both at one reading.
   bool both = false;
   at::Tensor of;  // a handle of its own on the tensor
   Fp8Pair forms;

@@ -15,10 +15,10 @@ struct Args {
   float* scale;
   float* transposed_scale;
   int64_t transposed_width;
-  Fp8ScaleStrides strides, transposed_strides;  // of a whole tile's scales
-  const int32_t* offsets;                       // rows are those of experts, or none
-  int32_t experts;
-  const int32_t* source;  // row r is x[source[r]], or zeros for -1; or none
+  Fp8ScaleStrides strides{}, transposed_strides{};  // of a whole tile's scales
+  const int32_t* offsets = nullptr;                 // rows are those of experts, or none
+  int32_t experts = 0;
+  const int32_t* source = nullptr;  // row r is x[source[r]], or zeros for -1; or none
 };
 
 // The rows of a block's tile. The scale of row first + i and the tile's columns is at scales.first + i.
@@ -163,15 +163,13 @@ void launch(const Args& args, int64_t tiles, int64_t matrices) {
 }  // namespace
 
 void quantize_rows_cuda(View x, View data, View scale, View transposed, View transposed_scale) {
-  Args args{x, x.rows, x.width, data, transposed, scale, transposed_scale};
-  args.transposed_width = x.rows;
-  launch<false>(args, blocks_for(x.rows, kTile), 1);
+  launch<false>({x, x.rows, x.width, data, transposed, scale, transposed_scale, x.rows}, blocks_for(x.rows, kTile), 1);
 }
 
 void quantize_expert_rows_cuda(View x, View source, View offsets, View data, View scale, View columns,
                                View columns_scale, int64_t tiles) {
-  Args args{x, source.defined() ? source.elements : x.rows, x.width, data, columns, scale, columns_scale};
-  args.transposed_width = tiles * kTile;
+  const int64_t rows = source.defined() ? source.elements : x.rows;
+  Args args{x, rows, x.width, data, columns, scale, columns_scale, tiles * kTile};
   args.offsets = offsets;
   args.experts = static_cast<int32_t>(offsets.elements);
   args.source = source;

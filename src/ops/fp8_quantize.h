@@ -64,14 +64,14 @@ class Fp8Weight {
 enum class Fp8Product { kForward, kInputGrad, kWeightGrad, kExpertForward, kExpertInputGrad, kExpertWeightGrad };
 
 // Whether the product of `rows` [R, inner] (x, or the output's gradient) that has `outer` columns is to be in fp8: the
-// weight has copies, and on the GPU the sizes fit and are such that fp8 is faster, by the table in the .cpp.
-// Weight gradients [inner, outer], over the rows: the same either way round.
+// weight has copies, and on the GPU the sizes fit and are such that fp8 is faster, by the table in the .cpp. A weight's
+// gradient is [inner, outer], or the other way round.
 bool fp8_wins(const Parameter& weight, Fp8Product product, const at::Tensor& rows, int64_t outer);
 
-// The least rows (of an expert, on average), outer and inner of a product in fp8 on the GPU.
+// The least rows (of an expert, on average), columns and elements of the weight of a product in fp8 on the GPU.
 struct Fp8Bound {
   const char* product;
-  int64_t rows, outer, inner;
+  int64_t rows, columns, elements;
 };
 const std::array<Fp8Bound, 6>& fp8_bounds();  // by Fp8Product
 

@@ -134,7 +134,7 @@ ExpertRows grouped_linear(const ExpertRows& expert_rows, const Parameter& weight
   const at::ScalarType dtype = rows.scalar_type();
   check_tensor(weight.name, weight.value, dtype,
                {-1, input_major ? rows.size(-1) : -1, input_major ? -1 : rows.size(-1)});
-  if (!expert_rows.only_in_fp8()) check_tensor(weight.name + ": rows", rows, dtype, {-1, -1});
+  check_tensor(weight.name + ": rows", rows, dtype, {-1, -1});
   check_tensor(weight.name + ": offsets", offsets, at::kInt, {weight.value.size(0)}, rows.device());
   const int64_t n = weight.value.size(1), k = weight.value.size(2), outer = input_major ? k : n;
   MARROW_CHECK(rows.is_cpu() || rows.scalar_type() == at::kFloat || (n % 8 == 0 && k % 8 == 0), ExitCode::kUsage,

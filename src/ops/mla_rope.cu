@@ -40,13 +40,13 @@ __device__ __forceinline__ Column<T> find_column(const MlaRopeArgs& args, const 
   return found;
 }
 
-// Pairs turned by their angles, in fp32.
+// Pairs turned by their angles, in fp32; by fmaf, as else nvcc chooses anew for each form which product to round.
 template <typename T, int N>
 __device__ __forceinline__ void turn(T (&x)[N], const float (&cos)[N / 2], const float (&sin)[N / 2]) {
   for (int i = 0; i < N / 2; ++i) {
     const float a = static_cast<float>(x[2 * i]), b = static_cast<float>(x[2 * i + 1]);
-    x[2 * i] = static_cast<T>(a * cos[i] - b * sin[i]);
-    x[2 * i + 1] = static_cast<T>(b * cos[i] + a * sin[i]);
+    x[2 * i] = static_cast<T>(fmaf(a, cos[i], -(b * sin[i])));
+    x[2 * i + 1] = static_cast<T>(fmaf(b, cos[i], a * sin[i]));
   }
 }
 

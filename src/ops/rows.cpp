@@ -61,6 +61,13 @@ Tensor gather(const Tensor& x, const Tensor& source_of_row, const Tensor& out, c
   return out;
 }
 
+// Sizes alone, without memory: who reads it faults.
+Tensor no_rows_like(const Tensor& x, int64_t rows) {
+  const Tensor out = at::empty({0}, x.options());
+  out.unsafeGetTensorImpl()->set_sizes_contiguous({rows, x.size(1)});
+  return out;
+}
+
 Tensor rows_like(const Tensor& x, int64_t rows) { return at::empty({rows, x.size(1)}, x.options()); }
 
 // [rows, H] of x with offsets, handed over as `handover` says.
@@ -68,8 +75,7 @@ ExpertRows gather_expert(const Tensor& x, const Tensor& source_of_row, int64_t r
                          const std::shared_ptr<Fp8Handover>& handover) {
   if (handover != nullptr && handover->both && x.is_cuda()) {
     check_map(x, source_of_row, "source_of_row");
-    const Tensor none = at::full({1, 1}, std::numeric_limits<double>::quiet_NaN(), x.options());
-    const ExpertRows out{none.expand({rows, x.size(1)}), offsets, handover};
+    const ExpertRows out{no_rows_like(x, rows), offsets, handover};
     handover->forms = quantize_gathered_rows(x, source_of_row.slice(0, 0, rows), offsets);
     handover->of = out.value.variable_data();
     return out;
@@ -162,9 +168,8 @@ Tensor gather_rows(const Tensor& x, const RowMap& map, int64_t rows, const Tenso
 
 ExpertRows gather_expert_rows(const Tensor& x, const ExpertPermutation& permutation, int64_t rows,
                               const Parameter& reader) {
-  const Tensor sizes = at::empty({1, 1}, x.options()).expand({rows, x.size(1)});
   ExpertRows out = gather_expert(x.detach(), permutation.map.source_of_row, rows, permutation.offsets,
-                                 make_handover(reader, Fp8Product::kExpertForward, sizes));
+                                 make_handover(reader, Fp8Product::kExpertForward, no_rows_like(x, rows)));
   out.value = differentiable({x}, {out.value}, gather_backward(permutation.map))[0];
   return out;
 }
