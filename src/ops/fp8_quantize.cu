@@ -57,9 +57,10 @@ __device__ TileRows tile_of_expert(const Args& args) {
   return {};
 }
 
-// A block has a tile of 128 × 128 elements, a thread a square of 8 × 8. kWhole: one scale for the tile.
+// A block has a tile of 128 × 128 elements, a thread a square of 8 × 8. kWhole: one scale for the tile. At most 80
+// registers, so that three blocks fit a multiprocessor.
 template <bool kWhole>
-__global__ void __launch_bounds__(kThreads) quantize_kernel(const __grid_constant__ Args args) {
+__global__ void __launch_bounds__(kThreads, 3) quantize_kernel(const __grid_constant__ Args args) {
   __shared__ uint32_t most[kThreads / 32][kTile / 2];  // of each warp's rows, pairs of columns
   __shared__ float inverses[kTile];                    // of the columns' scales
   __shared__ uint2 turned[kTile][kAcross];             // the tile's columns; chunks at places that no other lane hits
