@@ -114,7 +114,7 @@ void ParameterStore::add_group(std::string name, std::vector<ParameterSpec> spec
     };
     Parameter parameter{spec.name, view(group.working), options_.training ? view(group.grad) : at::Tensor()};
     if (options_.fp8 && spec.rule == UpdateRule::kMuon) {
-      parameter.fp8 = group.fp8.emplace_back(std::make_shared<Fp8Weight>());
+      parameter.fp8 = group.fp8.emplace_back(std::make_shared<Fp8Weight>(options_.fp8_at_any_size));
       group.fp8_elements += group.spec_elements(i);
     }
     table_.emplace(spec.name, std::move(parameter));

@@ -81,9 +81,10 @@ class ParameterStore {
     // The matrices that are Muon's under Muon (those of linear and grouped products) have copies in fp8, made when they
     // are first read after start_gather, and gone with the working copy.
     bool fp8 = false;
-    RankGroup ep;              // hold E/ep consecutive experts each
-    RankGroup dense, experts;  // hold the shards of everything but experts, of experts
-    RankGroup replicas;        // hold equal shards
+    bool fp8_at_any_size = false;  // used also where bf16 is faster
+    RankGroup ep;                  // hold E/ep consecutive experts each
+    RankGroup dense, experts;      // hold the shards of everything but experts, of experts
+    RankGroup replicas;            // hold equal shards
     // Fills the groups by the mesh, without communicators.
     void place(const Mesh& mesh);
   };

@@ -137,6 +137,9 @@ void check_config(const PretrainConfig& config, bool needs_inputs) {
                    o.warmup_steps + o.decay_steps),
                "optimizer.warmup_steps {} + optimizer.decay_steps {} exceed train.steps {}", o.warmup_steps,
                o.decay_steps, train.steps);
+  MARROW_CHECK(!train.fp8_at_any_size || train.dtype == TrainDtype::kFp8, ExitCode::kUsage,
+               Fix("set train.dtype = \"fp8\", or leave out train.fp8_at_any_size"),
+               "train.fp8_at_any_size has no meaning without train.dtype \"fp8\"");
   MARROW_CHECK(o.name != OptimizerName::kMuon || o.state_dtype == TrainDtype::kFp32, ExitCode::kUsage,
                Fix("set optimizer.state_dtype = \"fp32\", or optimizer.name = \"adamw\""),
                "optimizer.state_dtype \"bf16\" does not go with optimizer.name \"muon\"");

@@ -199,6 +199,7 @@ ParameterStore::Options store_options(const PretrainConfig& config, const Mesh& 
   options.state_dtype = scalar_type(config.optimizer.state_dtype);
   options.muon = config.optimizer.name == OptimizerName::kMuon;
   options.fp8 = config.train.dtype == TrainDtype::kFp8;
+  options.fp8_at_any_size = config.train.fp8_at_any_size;
   options.by_layer = config.mesh.shard == ShardMode::kLayer;
   options.place(mesh);
   return options;

@@ -226,6 +226,7 @@ std::vector<Key> all_keys(PretrainConfig& config) {
       choice("train.device", train.device, {"cpu", "gpu"}, "default: a GPU where there is one"),
       choice("train.dtype", train.dtype, {"bf16", "fp32", "fp8"},
              "of the passes; default: bf16 on a GPU, fp32 on the CPU; fp8: bf16 with weights' products in E4M3"),
+      flag("train.fp8_at_any_size", train.fp8_at_any_size, "also where bf16 is faster: to see what fp8 does to a loss"),
       flag("train.deterministic", train.deterministic, "bitwise equal runs on one mesh"),
       choice("train.recompute", train.recompute, {"none", "cheap", "layer"}, "activations made again in the backward"),
       flag("train.overlap", train.overlap, "hide communication behind computation"),

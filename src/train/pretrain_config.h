@@ -40,6 +40,7 @@ struct PretrainConfig {
     int64_t seed = 0;
     TrainDevice device = TrainDevice::kCpu;  // resolved: a GPU where there is one
     TrainDtype dtype = TrainDtype::kFp32;    // resolved: bf16 on a GPU
+    bool fp8_at_any_size = false;            // also where bf16 is faster
     bool deterministic = false;
     Recompute recompute = Recompute::kNone;
     bool overlap = true;

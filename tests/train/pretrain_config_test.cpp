@@ -221,6 +221,7 @@ TEST_F(ConfigTest, FaultsBetweenKeys) {
        "train.steps to 110"},
       {{"optimizer.min_lr=2e-3"}, "min_lr 0.002 is above optimizer.lr 0.001", "optimizer.min_lr"},
       {{"optimizer.schedule=constant", "optimizer.decay_steps=5"}, "has no meaning", "\"wsd\""},
+      {{"train.fp8_at_any_size=true"}, "without train.dtype \"fp8\"", "\"fp8\""},
       {{"data.validate_every=5"}, "data.validation names no corpus", "data.validation"},
       {{"mesh.cp=4", "data.seq_len=100"}, "data.seq_len 100 does not divide by 2 x mesh.cp = 8", "to 96 or 104"},
       {{"mesh.dp=4", "mesh.replicate=3"}, "mesh.replicate 3 does not divide mesh.dp 4", "mesh.replicate to 2"},
