@@ -67,6 +67,11 @@ Tensor spread_over_blocks(const Tensor& x, const Tensor& offsets) {
   return out;
 }
 
+Fp8Matrix expert_columns_memory(const Tensor& like, int64_t rows, int64_t experts) {
+  const int64_t padded = expert_columns(rows, experts), columns = like.size(1);
+  return {fp8_like(like, {columns, padded}), floats_like(like, {blocks(padded), columns}).t()};
+}
+
 void check_gpu(const char* what, const Tensor& x, bool rows) {
   check_tensor(what, x, at::kBFloat16, x.sizes());
   MARROW_CHECK(x.size(-1) % 16 == 0 && (!rows || x.size(-2) % 16 == 0), ExitCode::kUsage,
@@ -89,11 +94,6 @@ Fp8Pair quantize_rows(const Tensor& x, bool rows, bool transposed) {
   if (transposed) out.transposed = {fp8_like(x, {c, r}), floats_like(x, {blocks(r), c}).t()};
   MARROW_CUDA_CALL(quantize_rows_cuda(x, out.rows.data, out.rows.scale, out.transposed.data, out.transposed.scale));
   return out;
-}
-
-Fp8Matrix expert_columns_memory(const Tensor& like, int64_t rows, int64_t experts) {
-  const int64_t padded = expert_columns(rows, experts), columns = like.size(1);
-  return {fp8_like(like, {columns, padded}), floats_like(like, {blocks(padded), columns}).t()};
 }
 
 Fp8Matrix expert_rows_memory(const Tensor& rows) {

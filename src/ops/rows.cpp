@@ -76,7 +76,7 @@ ExpertRows gather_expert(const Tensor& x, const Tensor& source_of_row, int64_t r
   if (handover != nullptr && handover->both && x.is_cuda()) {
     check_map(x, source_of_row, "source_of_row");
     const ExpertRows out{no_rows_like(x, rows), offsets, handover};
-    handover->forms = quantize_gathered_rows(x, source_of_row.slice(0, 0, rows), offsets);
+    handover->forms = quantize_gathered_rows(x, source_of_row.narrow(0, 0, rows), offsets);
     handover->of = out.value.variable_data();
     return out;
   }

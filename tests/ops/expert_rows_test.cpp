@@ -44,6 +44,7 @@ void expect_handed_over(const std::shared_ptr<Fp8Handover>& handover, const Tens
   ASSERT_NE(handover, nullptr);
   ASSERT_TRUE(handover->of.defined());
   EXPECT_EQ(handover->of.data_ptr(), rows.data_ptr());
+  EXPECT_EQ(handover->forms.rows.data.sizes(), rows.sizes());
   const bool both = handover->both;
   const Fp8Pair got = take_over(handover, rows, offsets, true, both);
   const Fp8Pair want = quantize_expert_rows(made_of, offsets, true, both);
@@ -122,14 +123,14 @@ TEST(ExpertRows, GatherAndTheGradientOfSumHandOverWhatTheyMake) {
         const ExpertPermutation order = expert_permutation(experts.contiguous(), 3);
         for (const auto& [name, x] : inputs(tokens, width, device, 3)) {
           SCOPED_TRACE(fmt::format("{} {} width {} tokens {}", device.str(), name, width, tokens));
-          const Tensor want = gather_rows(x, order.map, 2 * tokens);
-          EXPECT_TRUE(tensors_identical(existing(gather_rows(x, order.map, 2 * tokens, order.offsets), order.offsets),
+          const int64_t count = 2 * tokens - 1;  // fewer than the map has
+          const Tensor want = gather_rows(x, order.map, count);
+          EXPECT_TRUE(tensors_identical(existing(gather_rows(x, order.map, count, order.offsets), order.offsets),
                                         existing(want, order.offsets)));
           for (const Products products : {Products::kTwoInFp8, Products::kAllInFp8}) {
             const bool alone = products == Products::kAllInFp8;  // then the CPU leaves it to the product
-            const ExpertRows rows =
-                gather_expert_rows(x, order, 2 * tokens, in_fp8({3, 32, width}, device, 1, products));
-            const Tensor results = with_grad(at::zeros({2 * tokens, width}, x.options()));
+            const ExpertRows rows = gather_expert_rows(x, order, count, in_fp8({3, 32, width}, device, 1, products));
+            const Tensor results = with_grad(at::zeros({count, width}, x.options()));
             const ExpertRows to_sum{results, order.offsets, nullptr,
                                     std::make_shared<Fp8Handover>(Fp8Handover{alone, {}, {}})};
             sum_rows(to_sum, order.map, {}).backward(x);
@@ -201,6 +202,42 @@ TEST(ExpertRows, ALayerIsTheSameToTheBit) {
       EXPECT_TRUE(tensors_identical(got.d_up, want.d_up));
       EXPECT_TRUE(tensors_identical(got.d_down, want.d_down));
     }
+  }
+}
+
+// As in the first pass of train.recompute = "layer".
+TEST(ExpertRows, WithoutGradientNothingIsMadeForTheWeights) {
+  for (const at::Device device : test_devices()) {
+    const Parameter weight = in_fp8({3, 32, 64}, device, 1, Products::kAllInFp8);
+    const Tensor rows = random_tensor({10, 64}, at::kBFloat16, device, 2);
+    EXPECT_TRUE(make_handover(weight, Fp8Product::kExpertForward, rows)->both);
+    const at::NoGradGuard no_grad;
+    EXPECT_FALSE(make_handover(weight, Fp8Product::kExpertForward, rows)->both);
+  }
+}
+
+// What is not handed over is made; rows without memory are no other rows without memory.
+TEST(ExpertRows, TakesOverAllOrNothing) {
+  for (const at::Device device : test_devices()) {
+    const Tensor offsets = at::tensor({20, 33}).to(device, at::kInt);
+    const Tensor x = random_tensor({33, 256}, at::kBFloat16, device, 2);
+    const auto half = std::make_shared<Fp8Handover>();
+    *half = {false, x, quantize_expert_rows(x * 2, offsets, true, false)};
+    const Fp8Pair got = take_over(half, x, offsets, true, true), want = quantize_expert_rows(x, offsets, true, true);
+    const auto scales = [](const Fp8Matrix& matrix) { return matrix.scale.flatten(); };
+    EXPECT_TRUE(tensors_identical(scales(got.rows), scales(want.rows)));
+    ASSERT_TRUE(got.transposed.data.defined());
+    expect_same(got.transposed, want.transposed, 256, 2 * kFp8Block);
+    const auto without_memory = [&] {
+      const Tensor rows = at::empty({0}, x.options());
+      rows.unsafeGetTensorImpl()->set_sizes_contiguous(x.sizes());
+      return rows;
+    };
+    const Tensor empty = without_memory();
+    *half = {true, empty, want};
+    EXPECT_THROW(take_over(half, without_memory(), offsets, true, true), Error);
+    *half = {true, empty, want};
+    EXPECT_TRUE(take_over(half, empty, offsets, true, true).rows.data.is_same(want.rows.data));
   }
 }
 

@@ -122,6 +122,28 @@ TEST(Fp8Quantize, ExpertRowsAreAsDefinedBothWaysRound) {
   }
 }
 
+// Rows of another tensor, some of nobody.
+TEST(Fp8Quantize, GatheredRowsAreThoseOfTheGatheredTensor) {
+  for (const at::Device device : test_devices()) {
+    if (device.is_cpu()) continue;
+    const Tensor x = random_tensor({50, 144}, at::kBFloat16, device, 1);
+    const Tensor source = (at::arange(301, at::kInt) * 7).remainder(51).sub_(1).to(device);
+    const Tensor offsets = at::tensor({130, 130, 299}, at::kInt).to(device);
+    const Tensor rows = x.index_select(0, source.clamp_min(0)).mul_(source.ge(0).unsqueeze(1));
+    const Fp8Pair got = quantize_gathered_rows(x, source, offsets),
+                  want = quantize_expert_rows(rows, offsets, true, true);
+    EXPECT_EQ(got.rows.data.sizes(), want.rows.data.sizes());
+    EXPECT_EQ(got.transposed.data.sizes(), want.transposed.data.sizes());
+    const auto values = [](const Fp8Matrix& matrix, int64_t rows, int64_t columns) {
+      return matrix.data.cpu().to(at::kFloat).slice(0, 0, rows).slice(1, 0, columns);
+    };
+    EXPECT_TRUE(tensors_identical(values(got.rows, 299, 144), values(want.rows, 299, 144)));
+    EXPECT_TRUE(tensors_identical(values(got.transposed, 144, 512), values(want.transposed, 144, 512)));
+    EXPECT_TRUE(tensors_identical(got.rows.scale.slice(0, 0, 2 * 299), want.rows.scale.slice(0, 0, 2 * 299)));
+    EXPECT_TRUE(tensors_identical(got.transposed.scale.slice(1, 0, 4), want.transposed.scale.slice(1, 0, 4)));
+  }
+}
+
 TEST(Fp8Quantize, AwkwardSizesOnTheCpu) {
   for (const auto& [rows, columns] : {std::pair<int64_t, int64_t>{1, 1}, {0, 5}, {7, 131}, {129, 257}}) {
     const Tensor x = random_tensor({rows, columns}, at::kFloat, at::kCPU, 4);
@@ -300,12 +322,13 @@ TEST(Fp8GroupedLinear, UnevenAndEmptyGroups) {
         const auto run = [&](Parameter weight, Tensor& out, Tensor& d_rows) {
           const Tensor leaf = with_grad(x);
           WeightGradQueue queue;
+          weight.grad.fill_(1);  // is added to
           out = grouped_linear(leaf, weight, offsets, queue, input_major);
           out.backward(dy);
           queue.run_all();
           out = out.detach().slice(0, 0, real);
           d_rows = leaf.grad().slice(0, 0, real);
-          return weight.grad;
+          return weight.grad - 1;
         };
         const Tensor value = input_major ? w.transpose(1, 2).contiguous() : w;
         Tensor out, d_rows, want, d_want;
@@ -372,6 +395,9 @@ TEST(Fp8Wins, WithCopiesAloneAndOnGpusFromTheTablesSizesOn) {
     EXPECT_EQ(fp8_wins(weight, Fp8Product::kForward, many.to(at::kFloat), 4096), device.is_cpu());
     EXPECT_EQ(fp8_wins(weight, Fp8Product::kForward, many, 24), device.is_cpu());
     EXPECT_EQ(fp8_wins(weight, Fp8Product::kForward, many.slice(1, 0, 512).contiguous(), 4096), device.is_cpu());
+    const Tensor odd = many.slice(1, 0, 31 * kFp8Block).contiguous();  // blocks not in fours
+    EXPECT_EQ(fp8_wins(weight, Fp8Product::kForward, odd, 4096), device.is_cpu());
+    EXPECT_TRUE(fp8_wins(weight, Fp8Product::kWeightGrad, odd, 4096));
     for (const auto product : {Fp8Product::kWeightGrad, Fp8Product::kExpertWeightGrad}) {
       EXPECT_TRUE(fp8_wins(weight, product, many, 4096));
       EXPECT_EQ(fp8_wins(weight, product, many, 24), device.is_cpu());

@@ -20,10 +20,11 @@ Tensor plain_turn(const Tensor& x, const Tensor& cos, const Tensor& sin) {
 
 TEST(MlaRope, MatchesPlainComposition) {
   // Of a GPU's kernels, which move pairs or packs: heads fewer than a block's groups of threads and more, groups that
-  // leave threads over, and heads too wide for one block, in pairs and in packs.
+  // leave threads over, heads too wide for one block, in pairs and in packs, and each size the only one of no packs.
   const Shape shapes[] = {{0, 2, 4, 2, 4},       {1, 1, 2, 2, 2},       {7, 3, 6, 10, 4},     {19, 2, 0, 8, 6},
                           {67, 4, 128, 64, 128}, {9, 16, 128, 64, 128}, {5, 1, 128, 64, 128}, {6, 37, 64, 32, 48},
-                          {8, 45, 0, 8, 16},     {4, 131, 6, 10, 4},    {3, 5, 130, 66, 150}, {3, 5, 512, 64, 128}};
+                          {8, 45, 0, 8, 16},     {4, 131, 6, 10, 4},    {3, 5, 130, 66, 150}, {3, 5, 512, 64, 128},
+                          {5, 3, 10, 16, 16},    {5, 3, 16, 10, 16},    {5, 3, 16, 16, 10}};
   for (const at::Device device : test_devices()) {
     for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
       for (const auto& [tokens, heads, nope, rope, value] : shapes) {
