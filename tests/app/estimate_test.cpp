@@ -132,6 +132,15 @@ TEST_F(EstimateTest, ParametersAreWhatTheStoreHoldsAndSumUpToTheModel) {
   }
 }
 
+// Where weight gradients of experts are in fp8, their rows are kept so, a byte an element, and not made again.
+TEST_F(EstimateTest, RowsOfExpertsInFp8AreKept) {
+  std::vector<std::string> set = {"train.micro_batch=4", "train.recompute=\"cheap\"", "train.dtype=\"fp8\""};
+  const int64_t without = estimate(set).ranks[0].activations;  // 1,024 rows an expert are few
+  set.emplace_back("train.fp8_at_any_size=true");
+  const int64_t rows = 4 * 4096 * 8, kept = estimate(set).ranks[0].activations - without;
+  EXPECT_EQ(kept, 3 * rows * (2048 + 768));  // of four layers the last one's are read when most is held
+}
+
 // Whole published models, 32 ranks: what the ranks hold adds up to the model.
 TEST_F(EstimateTest, TakesTheOtherFamilies) {
   const std::pair<std::string, int64_t> published[] = {{"deepseek-v2-lite", 15'706'484'224},
