@@ -117,7 +117,7 @@ int run_estimate(const CommandLine& args) {
       "pp {} x dp {} x cp {} x ep {}, {} in {}, micro-batches of {} x {} tokens; GB a rank\n", mesh.pp, mesh.dp,
       mesh.cp, mesh.ep, gpu ? "GPUs" : "CPUs", dtype, config.train.micro_batch, config.data.seq_len);
   text += table(estimate.ranks);
-  if (gpu && config.train.dtype == TrainDtype::kFp8) text += fp8_table();
+  if (gpu && config.train.dtype == TrainDtype::kFp8 && !config.train.fp8_at_any_size) text += fp8_table();
   if (config.checkpoint.async) text += fmt::format("a save copies {:.1f} GB a rank to host memory\n", in_gb(save_copy));
   if (estimate.step_seconds > 0) {
     text += fmt::format("a step's passes take {:.2f} s on H200s, exchanges and update not counted\n",
