@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# fp8 against bf16 on this machine's GPU with the bundle, at two widths, about 3 minutes: bench/fp8_speed.sh [STEPS]
+# fp8 against bf16 on this machine's GPU with the bundle, at two widths, about 2 minutes: bench/fp8_speed.sh [STEPS [WIDTH]]
 set -uo pipefail
 cd "$(dirname "$(dirname "$(readlink -f "$0")")")" || exit 1
 BUNDLE=$PWD/bundle

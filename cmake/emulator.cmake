@@ -3,7 +3,6 @@
 set(NOT_EMULATED
   grouped_linear # CUTLASS
   grouped_fp8
-  grouped_fp8_weight_grad
   dense_fp8)     # cuBLASLt
 set(EMULATOR "${CMAKE_SOURCE_DIR}/tests/emulator")
 set(EMULATED "${CMAKE_BINARY_DIR}/emulated")

@@ -39,7 +39,7 @@ Fp8Pair take_over(const std::shared_ptr<Fp8Handover>& handover, const at::Tensor
   MARROW_CHECK(rows.numel() == 0 || rows.storage().nbytes() > 0, ExitCode::kUsage,
                Fix("set train.dtype = \"bf16\", and report this"),
                "rows {} that were made in fp8 alone are not taken over", c10::str(rows.sizes()));
-  return quantize_expert_rows(rows.contiguous(), offsets, direct, transposed);
+  return quantize_expert_rows(rows, offsets, direct, transposed);
 }
 
 }  // namespace marrow

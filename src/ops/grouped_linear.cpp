@@ -149,7 +149,7 @@ ExpertRows grouped_linear(const ExpertRows& expert_rows, const Parameter& weight
     return direct || weight8 ? take_over(handover, from, offsets, direct, weight8) : Fp8Pair{};
   };
   const auto multiply = [=](const Tensor& from, const Fp8Pair& form, bool transpose) {
-    if (!form.rows.data.defined()) return multiply_rows(from.contiguous(), weight.value, offsets, transpose);
+    if (!form.rows.data.defined()) return multiply_rows(from, weight.value, offsets, transpose);
     return multiply_rows_fp8(form.rows, weight.fp8->of(weight.value), offsets, transpose, dtype);
   };
   const Fp8Pair in8 = forms(in, expert_rows.fp8, Fp8Product::kExpertForward);
@@ -157,16 +157,14 @@ ExpertRows grouped_linear(const ExpertRows& expert_rows, const Parameter& weight
   if (rows.requires_grad()) out.d_value_fp8 = make_handover(weight, Fp8Product::kExpertInputGrad, out.value);
   const auto backward = [=, &queue, handover = out.d_value_fp8, kept = weight8 ? Tensor() : in,
                          kept8 = in8.transposed](const variable_list& d_out) -> variable_list {
-    const Tensor &dy = d_out[0], &grad = weight.grad;
+    const Tensor dy = d_out[0].contiguous(), &grad = weight.grad;
     const Fp8Pair dy8 = forms(dy, handover, Fp8Product::kExpertInputGrad);
     if (weight8) {
       queue.push([=, late = dy8.transposed] {
         grouped_fp8_weight_grad(grad, input_major ? kept8 : late, input_major ? late : kept8, offsets);
       });
     } else if (grad.defined() && kept.size(0) > 0) {
-      queue.push([=, late = dy.contiguous()] {
-        grouped_weight_grad(grad, input_major ? kept : late, input_major ? late : kept, offsets);
-      });
+      queue.push([=] { grouped_weight_grad(grad, input_major ? kept : dy, input_major ? dy : kept, offsets); });
     }
     return {multiply(dy, dy8, input_major)};
   };

@@ -1,21 +1,11 @@
 // The products of all experts in one persistent kernel: CUTLASS's grouped products of Hopper. A weight's gradient is
 // added into fp32 where it is kept (C = D, beta = 1).
-#include <cutlass/gemm/device/gemm_universal_adapter.h>
-#include <cute/tensor.hpp>
-#include <cutlass/epilogue/collective/collective_builder.hpp>
-#include <cutlass/gemm/collective/collective_builder.hpp>
-#include <cutlass/gemm/group_array_problem_shape.hpp>
-#include <cutlass/gemm/kernel/gemm_universal.hpp>
-
-#include "ops/kernel_tools.cuh"
+#include "ops/grouped_products.cuh"
 
 namespace marrow {
 namespace {
 
 using cute::_1, cute::_2, cute::_64, cute::_128, cute::_256;
-using Shape = cute::Shape<int, int, int>;  // of an expert's product: rows and columns of D, and what is summed over
-using RowMajor = cutlass::layout::RowMajor*;
-using ColumnMajor = cutlass::layout::ColumnMajor*;
 
 // Two groups of warps have a tile each and take turns: one multiplies while the other writes its finished tile.
 struct Pingpong {
@@ -49,12 +39,13 @@ struct Grouped {
       Cluster,
       cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>,
       typename Schedule::Mainloop>::CollectiveOp;
-  using Kernel = cutlass::gemm::kernel::GemmUniversal<cutlass::gemm::GroupProblemShape<Shape>, Mainloop, Epilogue>;
+  using Kernel =
+      cutlass::gemm::kernel::GemmUniversal<cutlass::gemm::GroupProblemShape<GroupedShape>, Mainloop, Epilogue>;
   using Product = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
 
   // What the kernel reads of the experts, arrays [E] on the device.
   struct Arrays {
-    Shape* shape;
+    GroupedShape* shape;
     const Element** a;
     const Element** b;
     D** d;
@@ -104,32 +95,13 @@ __global__ void describe_experts(typename G::Arrays out, const int32_t* offsets,
   set_stride(out.d_stride[e], d.stride);
 }
 
-template <class Arrays>
-char* place(Arrays& arrays, int64_t experts, char* memory) {
-  const auto take = [&](auto*& array) {
-    array = reinterpret_cast<std::remove_reference_t<decltype(array)>>(memory);
-    memory += (experts * static_cast<int64_t>(sizeof(*array)) + 255) / 256 * 256;
-  };
-  take(arrays.shape);
-  take(arrays.a);
-  take(arrays.b);
-  take(arrays.d);
-  take(arrays.a_stride);
-  take(arrays.b_stride);
-  take(arrays.d_stride);
-  return memory;
-}
-
 template <class G>
 typename G::Product::Arguments arguments_of(const typename G::Arrays& arrays, int64_t experts) {
-  cutlass::KernelHardwareInfo hardware;
-  MARROW_CUDA_CHECK(cudaGetDevice(&hardware.device_id));
-  MARROW_CUDA_CHECK(cudaDeviceGetAttribute(&hardware.sm_count, cudaDevAttrMultiProcessorCount, hardware.device_id));
   typename G::Product::Arguments arguments{cutlass::gemm::GemmUniversalMode::kGrouped,
                                            {static_cast<int>(experts), arrays.shape, nullptr},
                                            {arrays.a, arrays.a_stride, arrays.b, arrays.b_stride},
                                            {{}, nullptr, nullptr, arrays.d, arrays.d_stride},
-                                           hardware};
+                                           this_gpu()};
   arguments.epilogue.thread.alpha = 1;
   arguments.epilogue.thread.beta = G::kAdds ? 1 : 0;
   if constexpr (G::kAdds) {
@@ -144,7 +116,8 @@ void multiply(const Operand& a, const Operand& b, const Operand& d, int64_t m, i
               View workspace) {
   const int64_t experts = offsets.elements;
   typename G::Arrays arrays{};
-  char* rest = place(arrays, experts, workspace);
+  char* rest = place(static_cast<char*>(workspace), experts, arrays.shape, arrays.a, arrays.b, arrays.d,
+                     arrays.a_stride, arrays.b_stride, arrays.d_stride);
   describe_experts<G><<<1, static_cast<unsigned>(experts), 0, current_stream()>>>(
       arrays, offsets, a, b, d, static_cast<int>(m), static_cast<int>(n), static_cast<int>(k));
   MARROW_CUDA_CHECK(cudaGetLastError());
@@ -152,13 +125,7 @@ void multiply(const Operand& a, const Operand& b, const Operand& d, int64_t m, i
   using Raster = decltype(arguments.scheduler.raster_order);
   // Along the shorter side, but of large matrices along n.
   if (G::kAdds) arguments.scheduler.raster_order = n < m || n * m >= kLargeGrad ? Raster::AlongN : Raster::AlongM;
-  const auto free = static_cast<char*>(workspace) + workspace.elements - rest;
-  const bool fits = free >= static_cast<int64_t>(G::Product::get_workspace_size(arguments));
-  const cutlass::Status status =
-      fits ? typename G::Product()(arguments, rest, current_stream()) : cutlass::Status::kErrorWorkspaceNull;
-  if (status != cutlass::Status::kSuccess) {
-    throw_cuda_error("a product of the experts", cutlassGetStatusString(status), __FILE__, __LINE__);
-  }
+  start_product<typename G::Product>(arguments, rest, workspace);
 }
 
 }  // namespace
