@@ -310,7 +310,8 @@ void move_rows(benchmark::State& state, bool sum) {
   const Tensor x = s.random({s.tokens(), s.hidden}), rows = s.random({s.rows(), s.hidden});
   if (sum)
     return measure(state, Unit::kBytes, s.row_bytes() + 2 * s.token_bytes(), [&] { sum_rows(rows, order.map, x); });
-  measure(state, Unit::kBytes, s.row_bytes() + s.token_bytes(), [&] { gather_rows(x, order.map, s.rows()); });
+  measure(state, Unit::kBytes, s.row_bytes() + s.token_bytes(),
+          [&] { gather_rows(x, order.map, s.rows(), order.offsets); });
 }
 
 void activate(benchmark::State& state, bool backward) {

@@ -18,7 +18,7 @@ for name in "${programs[@]}"; do
 done
 sort -u bundle/lib.txt | xargs -r cp -L -t bundle/lib && rm bundle/lib.txt
 cp -r configs bundle/
-mkdir -p bundle/tools && cp tools/gpu_env.sh bundle/tools/
+mkdir -p bundle/tools && cp tools/gpu_{env,rank}.sh bundle/tools/
 cp build-gpu/libsync_counter.so bundle/lib/
 cp tools/run_gpu_tests.sh tests/gpu/count_syncs.sh bundle/
 gzip bundle/bin/*  # a quarter; gpu_env.sh unpacks them

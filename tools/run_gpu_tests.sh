@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Runs the bundle's test programs that have something to do on a GPU: ./run_gpu_tests.sh [GTEST_FILTER]. With two
-# GPUs those of several ranks too. The last line is PASS or FAIL; test programs take $PYTHON's torch.
+# Runs the bundle's test programs that have something to do on a GPU: ./run_gpu_tests.sh [GTEST_FILTER]. Those of several
+# ranks on two GPUs, or where there is one, sharing it (gpu_rank.sh; slow, so that not every mesh is run with every
+# setting). The last line is PASS or FAIL; test programs take $PYTHON's torch.
 set -uo pipefail
 BUNDLE=$(dirname "$(readlink -f "$0")")
 source "$BUNDLE/tools/gpu_env.sh"
@@ -20,12 +21,15 @@ for name in test_ops test_models test_parallel test_pipeline; do
   run "$name" "bin/$name" --gtest_brief=1 --gtest_filter="${1:-*}"
 done
 run count_syncs ./count_syncs.sh
+ranks=(mpirun --allow-run-as-root --bind-to none -n)
+run test_mpi timeout 300 "${ranks[@]}" 2 tools/gpu_rank.sh bin/test_mpi --gtest_brief=1 --gtest_color=no
+# Muon's products are bf16 on a GPU, whatever the dtype: only AdamW can be held to fp32's limits.
 if (($(nvidia-smi -L | wc -l) >= 2)); then
-  two=(mpirun --allow-run-as-root --bind-to none -n 2)
-  run test_mpi timeout 300 "${two[@]}" bin/test_mpi --gtest_brief=1 --gtest_color=no
-  # Muon's products are bf16 on a GPU, whatever the dtype: only AdamW can be held to fp32's limits.
-  run test_mesh timeout 300 "${two[@]}" bin/test_mesh adamw gpu
-  run races timeout 300 "${two[@]}" bin/test_mesh races 30 gpu
+  run test_mesh timeout 300 "${ranks[@]}" 2 bin/test_mesh adamw gpu
+  run races timeout 300 "${ranks[@]}" 2 bin/test_mesh races 30 gpu
+else
+  run test_mesh timeout 300 "${ranks[@]}" 2 tools/gpu_rank.sh bin/test_mesh 'adamw global' gpu
+  run test_mesh_ep4 timeout 300 "${ranks[@]}" 4 tools/gpu_rank.sh bin/test_mesh 'ep4 adamw global' gpu
 fi
 echo "$passed passed, $(wc -w <<< "$failed") failed"
 [[ -z $failed ]] || { echo "FAIL$failed  next: cat *.log"; exit 1; }

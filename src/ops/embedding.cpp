@@ -24,7 +24,7 @@ Tensor embedding_forward(const Tensor& ids, const Parameter& weight) {
   const Tensor table = weight.value.detach().contiguous();
   if (ids.is_cpu()) return at::index_select(table, 0, ids);
   const Tensor out = at::empty({ids.size(0), table.size(1)}, table.options());
-  MARROW_CUDA_CALL(gather_rows_cuda(table, ids, out));
+  MARROW_CUDA_CALL(gather_rows_cuda(table, ids, View(), out));
   return out;
 }
 

@@ -15,7 +15,8 @@ std::shared_ptr<Fp8Handover> make_handover(const Parameter& weight, Fp8Product p
 }
 
 Fp8Matrix memory_for(const std::shared_ptr<Fp8Handover>& handover, const at::Tensor& rows) {
-  return handover != nullptr && !handover->both && rows.is_cuda() ? expert_rows_memory(rows) : Fp8Matrix{};
+  return handover != nullptr && !handover->both && rows.is_cuda() ? expert_rows_memory(rows, rows.size(0))
+                                                                  : Fp8Matrix{};
 }
 
 void hand_over(const std::shared_ptr<Fp8Handover>& handover, const at::Tensor& rows, const at::Tensor& offsets,

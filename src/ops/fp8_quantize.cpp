@@ -96,32 +96,27 @@ Fp8Pair quantize_rows(const Tensor& x, bool rows, bool transposed) {
   return out;
 }
 
-Fp8Matrix expert_rows_memory(const Tensor& rows) {
-  check_gpu("fp8 rows of experts", rows, false);
-  return {fp8_like(rows, rows.sizes()), floats_like(rows, {rows.size(0) * blocks(rows.size(1))})};
+Fp8Matrix expert_rows_memory(const Tensor& like, int64_t rows) {
+  check_gpu("fp8 rows of experts", like, false);
+  return {fp8_like(like, {rows, like.size(1)}), floats_like(like, {rows * blocks(like.size(1))})};
 }
 
-Fp8Pair quantize_expert_rows(const Tensor& x, const Tensor& offsets, bool rows, bool transposed) {
+Fp8Pair quantize_expert_rows(const Tensor& x, const Tensor& offsets, bool rows, bool transposed, const Tensor& source) {
   Fp8Pair out;
   if (x.is_cpu()) {
-    if (rows) out.rows = quantize_cpu(x, 1);
-    if (transposed) out.transposed = quantize_cpu(spread_over_blocks(x, offsets).t(), 1);
+    Tensor of = x;
+    if (source.defined()) {
+      of = x.index_select(0, source.clamp_min(0)).masked_fill_(source.lt(0).unsqueeze(1), 0);
+    }
+    if (rows) out.rows = quantize_cpu(of, 1);
+    if (transposed) out.transposed = quantize_cpu(spread_over_blocks(of, offsets).t(), 1);
     return out;
   }
-  if (rows) out.rows = expert_rows_memory(x);
-  if (transposed) out.transposed = expert_columns_memory(x, x.size(0), offsets.size(0));
-  MARROW_CUDA_CALL(quantize_expert_rows_cuda(x, View(), offsets, out.rows.data, out.rows.scale, out.transposed.data,
-                                             out.transposed.scale, blocks(expert_columns(x.size(0), offsets.size(0)))));
-  return out;
-}
-
-Fp8Pair quantize_gathered_rows(const Tensor& x, const Tensor& source, const Tensor& offsets) {
-  check_gpu("fp8 rows of experts", x, false);
-  const int64_t rows = source.size(0), columns = x.size(1), experts = offsets.size(0);
-  const Fp8Pair out{{fp8_like(x, {rows, columns}), floats_like(x, {rows * blocks(columns)})},
-                    expert_columns_memory(x, rows, experts)};
+  const int64_t count = (source.defined() ? source : x).size(0), experts = offsets.size(0);
+  if (rows) out.rows = expert_rows_memory(x, count);
+  if (transposed) out.transposed = expert_columns_memory(x, count, experts);
   MARROW_CUDA_CALL(quantize_expert_rows_cuda(x, source, offsets, out.rows.data, out.rows.scale, out.transposed.data,
-                                             out.transposed.scale, blocks(expert_columns(rows, experts))));
+                                             out.transposed.scale, blocks(expert_columns(count, experts))));
   return out;
 }
 

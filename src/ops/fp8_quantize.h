@@ -25,11 +25,11 @@ Fp8Pair quantize_rows(const at::Tensor& x, bool rows, bool transposed);
 // The same of experts' rows [≥ R, C], offsets [E] int32; R is any. On the GPU the rows' scales, [R · ⌈C / 128⌉], are
 // those of an expert's rows after another's, and rows from offsets[E-1] on are undefined. transposed: [C, P], an
 // expert's columns from a block on, with zeros up to the next one's; P = expert_columns(rows, E), undefined behind the
-// last's.
-Fp8Pair quantize_expert_rows(const at::Tensor& x, const at::Tensor& offsets, bool rows, bool transposed);
-// The same, both ways, of rows x[source[r]] (zeros for -1), source [R] int32. On a GPU alone.
-Fp8Pair quantize_gathered_rows(const at::Tensor& x, const at::Tensor& source, const at::Tensor& offsets);
-Fp8Matrix expert_rows_memory(const at::Tensor& rows);  // for a kernel that writes rows' form; on a GPU
+// last's. source [R] int32: of rows x[source[r]], zeros for -1.
+Fp8Pair quantize_expert_rows(const at::Tensor& x, const at::Tensor& offsets, bool rows, bool transposed,
+                             const at::Tensor& source = {});
+// For a kernel that writes the form of `rows` rows like those of a matrix [?, C]; on a GPU.
+Fp8Matrix expert_rows_memory(const at::Tensor& like, int64_t rows);
 inline int64_t expert_columns(int64_t rows, int64_t experts) { return (rows / kFp8Block + experts) * kFp8Block; }
 
 // weight [N, K] or [E, N, K], 128 × 128, both ways round. On the GPU bf16; N and K divide by 16.

@@ -60,18 +60,29 @@ struct Fp8RowWriter {
 
   __device__ Fp8Place place(int64_t row) const { return place_of_row(offsets, experts, row, columns); }
 
+  // Eight elements in fp8, and the bits of their block's scale.
+  struct Eight {
+    uint2 data;
+    uint32_t scale;
+  };
+
   // All lanes of a warp call it, with eight elements each, as they are in bf16, from `column` on: 8 · lane beyond that
   // of lane 0, which is a multiple of 128. Past the end they are zeros.
-  __device__ void write(Fp8Place at, int64_t row, int64_t column, const Pack<bf16, 8>& values) const {
+  __device__ static Eight convert(const Pack<bf16, 8>& values) {
     uint32_t two = 0;
     for (int pair = 0; pair < 4; ++pair) two = larger(two, magnitudes(values, pair));
     for (int step = 8; step > 0; step /= 2) two = larger(two, __shfl_xor_sync(0xffffffffu, two, step));
+    const uint32_t scale = fp8_scale_bits(fp32_bits(two));
+    const float inverse = __uint_as_float(fp8_inverse_bits(scale));
+    return {pack_e4m3([&](int i) { return static_cast<float>(values.items[i]) * inverse; }), scale};
+  }
+  __device__ void store(Fp8Place at, int64_t row, int64_t column, const Eight& values) const {
     if (column >= columns) return;
-    const uint32_t bits = fp8_scale_bits(fp32_bits(two));
-    const float inverse = __uint_as_float(fp8_inverse_bits(bits));
-    *reinterpret_cast<uint2*>(data + row * columns + column) =
-        pack_e4m3([&](int i) { return static_cast<float>(values.items[i]) * inverse; });
-    if (column % kFp8Block == 0) scale[at.first + column / kFp8Block * at.step] = __uint_as_float(bits);
+    *reinterpret_cast<uint2*>(data + row * columns + column) = values.data;
+    if (column % kFp8Block == 0) scale[at.first + column / kFp8Block * at.step] = __uint_as_float(values.scale);
+  }
+  __device__ void write(Fp8Place at, int64_t row, int64_t column, const Pack<bf16, 8>& values) const {
+    store(at, row, column, convert(values));
   }
 };
 

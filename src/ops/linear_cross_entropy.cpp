@@ -9,9 +9,11 @@
 namespace marrow {
 namespace {
 
-constexpr int64_t kGpuChunk = 2048;               // rows; 0.6 GB of bf16 logits at V = 151,936
-constexpr int64_t kCpuLogits = int64_t{1} << 22;  // elements that exist at a time on the CPU
-constexpr int64_t kCpuRows = 128;                 // of a task: its logits stay in the cache
+// Elements that exist at a time. On a GPU 1.3 GB in bf16, 4,417 rows at V = 151,936: each chunk of rows adds to the
+// weight's whole gradient, so that small ones cost time.
+constexpr int64_t kGpuLogits = int64_t{5} << 27;
+constexpr int64_t kCpuLogits = int64_t{1} << 22;
+constexpr int64_t kCpuRows = 128;  // of a task: its logits stay in the cache
 
 // -log p[target]; turns the row into scale · (p - onehot(target)) if with_gradient.
 float cross_entropy_row(float* row, int64_t vocabulary, int64_t target, float scale, bool with_gradient) {
@@ -89,9 +91,11 @@ LinearCrossEntropy run_gpu(const Tensor& x, const Parameter& weight, const Tenso
   LinearCrossEntropy result;
   if (with_gradient) result.d_x = at::empty(x.sizes(), x.options());
   const Tensor losses = at::empty({tokens}, x.options().dtype(at::kFloat));
-  const Tensor buffer = at::empty({std::min(tokens, kGpuChunk), vocabulary}, x.options());
-  for (int64_t first = 0; first < tokens; first += kGpuChunk) {
-    const int64_t count = std::min(kGpuChunk, tokens - first);
+  const int64_t most = cross_entropy_rows(vocabulary, false), chunks = (tokens + most - 1) / most;
+  const int64_t chunk = chunks == 0 ? 0 : (tokens + chunks - 1) / chunks;
+  const Tensor buffer = at::empty({chunk, vocabulary}, x.options());
+  for (int64_t first = 0; first < tokens; first += chunk) {
+    const int64_t count = std::min(chunk, tokens - first);
     const Tensor rows = x.detach().narrow(0, first, count);
     Tensor logits = buffer.narrow(0, 0, count);
     at::mm_out(logits, rows, w.t());
@@ -109,7 +113,7 @@ LinearCrossEntropy run_gpu(const Tensor& x, const Parameter& weight, const Tenso
 }  // namespace
 
 int64_t cross_entropy_rows(int64_t vocabulary, bool on_cpu) {
-  return on_cpu ? std::max<int64_t>(kCpuRows / 2, kCpuLogits / vocabulary) : kGpuChunk;
+  return std::max(kCpuRows / 2, (on_cpu ? kCpuLogits : kGpuLogits) / vocabulary);
 }
 
 LinearCrossEntropy linear_cross_entropy(const Tensor& x, const Parameter& weight, const Tensor& targets,

@@ -4,7 +4,9 @@ namespace marrow {
 namespace {
 
 // A block holds one row in registers: each thread kItems packs of kWidth elements, blockDim.x packs apart.
-constexpr int kItems = 4;
+constexpr int kForwardItems = 4;
+// Few, as the backward has three such rows; blocks of at most half a multiprocessor's threads, at 64 registers each.
+constexpr int kBackwardItems = 2, kBackwardThreads = 512, kLongRowItems = 8;
 
 // The first column of a thread's i-th pack.
 template <int kWidth>
@@ -13,7 +15,7 @@ __device__ __forceinline__ int64_t column(int i) {
 }
 
 // Zeros past the end; returns the sum of squares.
-template <typename T, int kWidth>
+template <typename T, int kWidth, int kItems>
 __device__ float load_row(const T* row, int64_t hidden, float (&values)[kItems][kWidth]) {
   float squares = 0;
   for (int i = 0; i < kItems; ++i) {
@@ -33,13 +35,14 @@ __device__ float load_row(const T* row, int64_t hidden, float (&values)[kItems][
 template <typename T, int kWidth>
 __global__ void forward_kernel(const T* x, const T* residual, const T* weight, T* sum, T* normed, int64_t hidden,
                                float eps, float offset) {
+  constexpr int kItems = kForwardItems;
   __shared__ float scratch[32];
   const int64_t start = static_cast<int64_t>(blockIdx.x) * hidden;
   float values[kItems][kWidth];
-  float squares = load_row<T, kWidth>(x + start, hidden, values);
+  float squares = load_row<T, kWidth, kItems>(x + start, hidden, values);
   if (residual != nullptr) {
     float others[kItems][kWidth];
-    load_row<T, kWidth>(residual + start, hidden, others);
+    load_row<T, kWidth, kItems>(residual + start, hidden, others);
     squares = 0;
     for (int i = 0; i < kItems; ++i) {
       const int64_t c = column<kWidth>(i);
@@ -61,17 +64,18 @@ __global__ void forward_kernel(const T* x, const T* residual, const T* weight, T
   }
 }
 
-template <typename T, int kWidth>
-__global__ void backward_kernel(const T* x, const T* d_normed, const T* d_sum, const T* weight, T* dx, float* partials,
-                                int64_t rows, int64_t hidden, float eps, float offset) {
+template <typename T, int kWidth, int kItems>
+__global__ void __launch_bounds__(kBackwardThreads, 2)
+    backward_kernel(const T* x, const T* d_normed, const T* d_sum, const T* weight, T* dx, float* partials,
+                    int64_t rows, int64_t hidden, float eps, float offset) {
   __shared__ float scratch[2][64];
   float d_weight[kItems][kWidth] = {};
   int turn = 0;  // alternating scratch: one barrier per row
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x, turn ^= 1) {
     const int64_t start = row * hidden;
     float values[kItems][kWidth], grads[kItems][kWidth];
-    float squares = load_row<T, kWidth>(x + start, hidden, values);
-    load_row<T, kWidth>(d_normed + start, hidden, grads);
+    float squares = load_row<T, kWidth, kItems>(x + start, hidden, values);
+    load_row<T, kWidth, kItems>(d_normed + start, hidden, grads);
     float dot = 0;
     for (int i = 0; i < kItems; ++i) {
       const int64_t c = column<kWidth>(i);
@@ -118,13 +122,26 @@ __global__ void backward_kernel(const T* x, const T* d_normed, const T* d_sum, c
   }
 }
 
-unsigned threads_for(int64_t hidden, int width) {
-  const int64_t per_warp = 32 * kItems * width;
-  const int64_t threads = (hidden + per_warp - 1) / per_warp * 32;
-  if (threads > 1024) {
+unsigned threads_for(int64_t hidden, int columns, int64_t most) {
+  const int64_t threads = (hidden + 32 * columns - 1) / (32 * columns) * 32;
+  if (threads > most) {
     throw_cuda_error("rms_norm", "rows are too long: lower hidden_size in config.json", __FILE__, __LINE__);
   }
   return static_cast<unsigned>(threads);
+}
+
+// As many blocks as fit the GPU at a time, each with a row of partials; → their number.
+template <typename T, int kWidth, int kItems>
+int64_t launch_backward(View x, View d_normed, View d_sum, View weight, View dx, View partials, float eps,
+                        float offset) {
+  const unsigned threads = threads_for(x.width, kWidth * kItems, kBackwardThreads);
+  int device = 0, processors = 0;
+  MARROW_CUDA_CHECK(cudaGetDevice(&device));
+  MARROW_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+  const int64_t blocks = min(partials.rows, int64_t{processors} * (2 * kBackwardThreads / threads));
+  backward_kernel<T, kWidth, kItems><<<static_cast<unsigned>(blocks), threads, 0, current_stream()>>>(
+      x, d_normed, d_sum, weight, dx, partials, x.rows, x.width, eps, offset);
+  return blocks;
 }
 
 }  // namespace
@@ -132,7 +149,7 @@ unsigned threads_for(int64_t hidden, int width) {
 void rms_norm_forward_cuda(View x, View residual, View weight, View sum, View normed, float eps, float offset) {
   const bool packs = in_packs(x.width, x, residual, weight, sum, normed);
   launch_packs(x.bf16, packs, [&]<typename T, int kWidth>() {
-    forward_kernel<T, kWidth><<<x.rows, threads_for(x.width, kWidth), 0, current_stream()>>>(
+    forward_kernel<T, kWidth><<<x.rows, threads_for(x.width, kWidth * kForwardItems, 1024), 0, current_stream()>>>(
         x, residual, weight, sum, normed, x.width, eps, offset);
   });
 }
@@ -140,12 +157,15 @@ void rms_norm_forward_cuda(View x, View residual, View weight, View sum, View no
 void rms_norm_backward_cuda(View x, View d_normed, View d_sum, View weight, View dx, View partials, View weight_grad,
                             float eps, float offset) {
   const bool packs = in_packs(x.width, x, weight, d_normed, d_sum, dx);
+  int64_t blocks = 0;
   launch_packs(x.bf16, packs, [&]<typename T, int kWidth>() {
-    backward_kernel<T, kWidth><<<partials.rows, threads_for(x.width, kWidth), 0, current_stream()>>>(
-        x, d_normed, d_sum, weight, dx, partials, x.rows, x.width, eps, offset);
+    const bool is_long = x.width > int64_t{kWidth} * kBackwardItems * kBackwardThreads;
+    const auto launch =
+        is_long ? launch_backward<T, kWidth, kLongRowItems> : launch_backward<T, kWidth, kBackwardItems>;
+    blocks = launch(x, d_normed, d_sum, weight, dx, partials, eps, offset);
   });
   if (!weight_grad.defined()) return;
-  launch_add_column_sums(partials, partials.rows, x.width, x.width, weight_grad);
+  launch_add_column_sums(partials, blocks, x.width, x.width, weight_grad);
 }
 
 }  // namespace marrow

@@ -35,14 +35,16 @@ void check_map(const Tensor& matrix, const Tensor& index, const char* name) {
 }
 
 // out [rows, H]. of_out: for the GPU.
-Tensor gather(const Tensor& x, const Tensor& source_of_row, const Tensor& out, const ExpertRowsView& of_out) {
+Tensor gather(const Tensor& x, const RowMap& map, const Tensor& out, const ExpertRowsView& of_out) {
+  const Tensor& source_of_row = map.source_of_row;
   check_map(x, source_of_row, "source_of_row");
   const int64_t rows = out.size(0);
-  MARROW_CHECK(rows <= source_of_row.size(0), ExitCode::kUsage,
-               Fix("pass the RowMap that was built for these rows (ops/rows.h)"), "{} rows of a map with {}", rows,
+  MARROW_CHECK(rows <= source_of_row.size(0) && (!of_out.offsets.defined() || map.rows_of_source.size(0) == x.size(0)),
+               ExitCode::kUsage, Fix("pass the RowMap that was built for these rows (ops/rows.h)"),
+               "{} rows of {} by a map from {} to {}", rows, x.size(0), c10::str(map.rows_of_source.sizes()),
                source_of_row.size(0));
   if (x.is_cuda()) {
-    MARROW_CUDA_CALL(gather_rows_cuda(x, source_of_row, out, of_out));
+    MARROW_CUDA_CALL(gather_rows_cuda(x, source_of_row, map.rows_of_source, out, of_out));
     return out;
   }
   const int32_t* source = ints(source_of_row);
@@ -71,18 +73,18 @@ Tensor no_rows_like(const Tensor& x, int64_t rows) {
 Tensor rows_like(const Tensor& x, int64_t rows) { return at::empty({rows, x.size(1)}, x.options()); }
 
 // [rows, H] of x with offsets, handed over as `handover` says.
-ExpertRows gather_expert(const Tensor& x, const Tensor& source_of_row, int64_t rows, const Tensor& offsets,
+ExpertRows gather_expert(const Tensor& x, const RowMap& map, int64_t rows, const Tensor& offsets,
                          const std::shared_ptr<Fp8Handover>& handover) {
   if (handover != nullptr && handover->both && x.is_cuda()) {
-    check_map(x, source_of_row, "source_of_row");
+    check_map(x, map.source_of_row, "source_of_row");
     const ExpertRows out{no_rows_like(x, rows), offsets, handover};
-    handover->forms = quantize_gathered_rows(x, source_of_row.narrow(0, 0, rows), offsets);
+    handover->forms = quantize_expert_rows(x, offsets, true, true, map.source_of_row.narrow(0, 0, rows));
     handover->of = out.value.variable_data();
     return out;
   }
   const ExpertRows out{rows_like(x, rows), offsets, handover};
   const Fp8Matrix written = memory_for(handover, out.value);
-  gather(x, source_of_row, out.value, {written.data, written.scale, offsets});
+  gather(x, map, out.value, {written.data, written.scale, offsets});
   hand_over(handover, out.value, offsets, written);
   return out;
 }
@@ -162,13 +164,13 @@ ExpertPermutation expert_permutation(const Tensor& experts, int64_t expert_count
 }
 
 Tensor gather_rows(const Tensor& x, const RowMap& map, int64_t rows, const Tensor& offsets) {
-  const Tensor out = gather(x.detach(), map.source_of_row, rows_like(x, rows), {{}, {}, offsets});
+  const Tensor out = gather(x.detach(), map, rows_like(x, rows), {{}, {}, offsets});
   return differentiable({x}, {out}, gather_backward(map))[0];
 }
 
 ExpertRows gather_expert_rows(const Tensor& x, const ExpertPermutation& permutation, int64_t rows,
                               const Parameter& reader) {
-  ExpertRows out = gather_expert(x.detach(), permutation.map.source_of_row, rows, permutation.offsets,
+  ExpertRows out = gather_expert(x.detach(), permutation.map, rows, permutation.offsets,
                                  make_handover(reader, Fp8Product::kExpertForward, no_rows_like(x, rows)));
   out.value = differentiable({x}, {out.value}, gather_backward(permutation.map))[0];
   return out;
@@ -180,11 +182,11 @@ Tensor sum_rows(const Tensor& rows, const RowMap& map, const Tensor& residual) {
 
 Tensor sum_rows(const ExpertRows& expert_rows, const RowMap& map, const Tensor& residual) {
   const Tensor& rows = expert_rows.value;
-  const auto backward = [index = map.source_of_row, count = rows.size(0), differs = rows.requires_grad(),
-                         added = residual.defined(), offsets = expert_rows.offsets,
+  const auto backward = [map, count = rows.size(0), differs = rows.requires_grad(), added = residual.defined(),
+                         offsets = expert_rows.offsets,
                          handover = expert_rows.d_value_fp8](const variable_list& d_out) -> variable_list {
     const Tensor d_sum = d_out[0].contiguous();
-    return {differs ? gather_expert(d_sum, index, count, offsets, handover).value : Tensor(),
+    return {differs ? gather_expert(d_sum, map, count, offsets, handover).value : Tensor(),
             added ? d_out[0] : Tensor()};
   };
   const Tensor start = residual.defined() ? residual.detach() : residual;

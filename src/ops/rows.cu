@@ -141,28 +141,46 @@ __global__ void gather(const Vector* x, const int32_t* source, Vector* out, RowC
   }
 }
 
-// The same with the rows' form in fp8: the warp goes from left to right together.
-__global__ void gather_fp8(const uint4* x, const int32_t* source, uint4* out, const __grid_constant__ Fp8RowWriter fp8,
-                           RowCount count, int64_t width) {
-  const int64_t row = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / 32;
-  if (!count.has(row)) return;
-  const int64_t from = source[row];
+// The same for experts' rows: one warp a token, which is read once and written for each of its experts, since tokens do
+// not stay in the cache until the next expert. kFp8: with the rows' form in fp8.
+template <bool kFp8>
+__global__ void scatter(const uint4* x, const int32_t* rows_of_source, uint4* out,
+                        const __grid_constant__ Fp8RowWriter fp8, RowCount count, int64_t tokens, int64_t sources,
+                        int64_t width) {
+  const int64_t token = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / 32;
+  if (token >= tokens) return;
   const int lane = threadIdx.x % 32;
-  const uint4* in = x + from * width;
-  out += row * width;
-  Fp8Place place{};
-  constexpr int kUnroll = 8;
-  for (int64_t first = 0; first < width; first += 32 * kUnroll) {
-    uint4 values[kUnroll];
-    for (int u = 0; u < kUnroll; ++u) {
-      const int64_t i = first + u * 32 + lane;
-      values[u] = from >= 0 && i < width ? __ldg(in + i) : uint4{};
-    }
-    if (first == 0) place = fp8.place(row);  // while the loads are under way
-    for (int u = 0; u < kUnroll; ++u) {
-      const int64_t i = first + u * 32 + lane;
-      if (i < width) __stcs(out + i, values[u]);
-      fp8.write(place, row, i * 8, *reinterpret_cast<const Pack<bf16, 8>*>(&values[u]));
+  const uint4* in = x + token * width;
+  for (int64_t group = 0; group < sources; group += 32) {  // a lane knows one of the token's rows
+    int row = group + lane < sources ? rows_of_source[token * sources + group + lane] : -1;
+    if (row >= 0 && !count.has(row)) row = -1;
+    const unsigned used = __ballot_sync(~0u, row >= 0);
+    if (used == 0) continue;
+    Fp8Place place{};
+    constexpr int kUnroll = 8;
+    for (int64_t first = lane; first - lane < width; first += 32 * kUnroll) {
+      uint4 values[kUnroll];
+      Fp8RowWriter::Eight eights[kUnroll];
+      for (int u = 0; u < kUnroll; ++u) {
+        const int64_t i = first + u * 32;
+        values[u] = i < width ? __ldg(in + i) : uint4{};
+      }
+      if constexpr (kFp8) {
+        if (first == lane && row >= 0) place = fp8.place(row);  // while the loads are under way
+        for (int u = 0; u < kUnroll; ++u) {
+          eights[u] = Fp8RowWriter::convert(*reinterpret_cast<const Pack<bf16, 8>*>(&values[u]));
+        }
+      }
+      for (unsigned left = used; left != 0; left &= left - 1) {
+        const int owner = __popc((left & -left) - 1);
+        const int64_t to = __shfl_sync(~0u, row, owner);
+        const Fp8Place at{__shfl_sync(~0u, place.first, owner), __shfl_sync(~0u, place.step, owner)};
+        for (int u = 0; u < kUnroll; ++u) {
+          const int64_t i = first + u * 32;
+          if (i < width) __stcs(out + to * width + i, values[u]);
+          if constexpr (kFp8) fp8.store(at, to, i * 8, eights[u]);
+        }
+      }
     }
   }
 }
@@ -223,21 +241,25 @@ void expert_permutation_cuda(View experts, View block_rows, View offsets, View s
   MARROW_CUDA_CHECK(cudaGetLastError());
 }
 
-void gather_rows_cuda(View x, View source, View out, const ExpertRowsView& of_out) {
+void gather_rows_cuda(View x, View source, View rows_of_source, View out, const ExpertRowsView& of_out) {
   if (out.elements == 0) return;
   const RowCount count(out.rows, of_out.offsets);
   const int64_t bytes = out.width * (x.bf16 ? 2 : 4);
-  if (of_out.data.defined()) {
-    gather_fp8<<<blocks_for(out.rows * 32, kThreads), kThreads, 0, current_stream()>>>(
-        x, source, out, Fp8RowWriter(of_out, out.width), count, bytes / 16);
-    MARROW_CUDA_CHECK(cudaGetLastError());
-    return;
+  const bool packs = bytes % 16 == 0 && aligned_to(x.data, 16) && aligned_to(out.data, 16);
+  if (packs && of_out.offsets.defined()) {
+    if (x.rows == 0) return;
+    const auto launch = [&]<bool kFp8>() {
+      scatter<kFp8><<<blocks_for(x.rows * 32, kThreads), kThreads, 0, current_stream()>>>(
+          x, rows_of_source, out, Fp8RowWriter(of_out, out.width), count, x.rows, rows_of_source.width, bytes / 16);
+      MARROW_CUDA_CHECK(cudaGetLastError());
+    };
+    return of_out.data.defined() ? launch.template operator()<true>() : launch.template operator()<false>();
   }
   const auto launch = [&]<typename Vector>(Vector) {
     gather<Vector><<<blocks_for(out.rows * 32, kThreads), kThreads, 0, current_stream()>>>(
         x, source, out, count, bytes / static_cast<int64_t>(sizeof(Vector)));
   };
-  if (bytes % 16 == 0 && aligned_to(x.data, 16) && aligned_to(out.data, 16)) {
+  if (packs) {
     launch(uint4{});
   } else if (x.bf16) {
     launch(static_cast<unsigned short>(0));

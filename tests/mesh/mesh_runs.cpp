@@ -108,6 +108,7 @@ PretrainConfig run_config(const std::string& root, const std::string& name, cons
   if (setting.by_layer) config.mesh.shard = ShardMode::kLayer;
   config.train.recompute = setting.recompute;
   if (setting.fp8) config.train.dtype = TrainDtype::kFp8;
+  config.train.fp8_at_any_size = setting.fp8;
   config.optimizer.name = setting.optimizer;
   config.optimizer.lr = 2e-3;
   config.optimizer.eps = 1e-3;  // a smaller one turns the first step into a sign, and hides scales

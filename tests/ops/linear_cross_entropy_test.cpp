@@ -62,6 +62,27 @@ TEST(LinearCrossEntropy, MatchesPlainComposition) {
   }
 }
 
+TEST(LinearCrossEntropy, ManyTokensAreTheSumOfTheirHalves) {  // which fit into one chunk of logits, all do not
+  for (const at::Device device : test_devices()) {
+    const int64_t tokens = device.is_cuda() ? 9000 : 160, vocabulary = device.is_cuda() ? 80000 : 40000;
+    ASSERT_GT(tokens, cross_entropy_rows(vocabulary, device.is_cpu()));
+    ASSERT_LE(tokens / 2, cross_entropy_rows(vocabulary, device.is_cpu()));
+    const Tensor x = random_tensor({tokens, 64}, at::kBFloat16, device, 1);
+    const Tensor w = random_tensor({vocabulary, 64}, at::kBFloat16, device, 2) * 0.05;
+    const Tensor targets = random_targets(tokens, vocabulary).to(device);
+    const Parameter all = make_parameter(w), halves = make_parameter(w);
+    const auto got = linear_cross_entropy(x, all, targets, 0.25, true);
+    const auto part = [&](int64_t first) {
+      return linear_cross_entropy(x.narrow(0, first, tokens / 2), halves, targets.narrow(0, first, tokens / 2), 0.25,
+                                  true);
+    };
+    const auto low = part(0), high = part(tokens / 2);
+    EXPECT_TRUE(tensors_close(got.loss_sum, low.loss_sum + high.loss_sum, 1e-5, 0));
+    EXPECT_TRUE(tensors_close(got.d_x, at::cat({low.d_x, high.d_x}), 1e-2, 1e-5));
+    EXPECT_TRUE(tensors_close(all.grad, halves.grad, 1e-3, 1e-3));
+  }
+}
+
 TEST(LinearCrossEntropy, NothingToTrainIsExactlyZero) {
   for (const at::Device device : test_devices()) {
     for (const auto dtype : {at::kFloat, at::kBFloat16}) {
