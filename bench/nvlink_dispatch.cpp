@@ -251,7 +251,7 @@ class Experiment {
     result.arrived = arrived.rows;
     result.order = expert_permutation(arrived.experts, kExperts / group_.size());
     mark(5);
-    result.rows = gather_rows(arrived.rows, result.order.map, arrived.expert_rows);
+    result.rows = gather_rows(arrived.rows, result.order.map, arrived.expert_rows, result.order.offsets);
     result.row_weights = gather_values(arrived.weights, result.order).narrow(0, 0, arrived.expert_rows);
     mark(6);
     const Tensor sums = sum_rows(result.rows, result.order.map, {});

@@ -67,8 +67,9 @@ def main(steps="200", last="50", low="bf16", high="fp32", seeds="4"):
             apart.append(100 * (of_low - of_high) / of_high)
             print(f"seed {seed}: loss of step 1, mean of the last {last} of {steps}: {high} {first:.5f}, {of_high:.5f}, "
                   f"{low} {first_low:.5f}, {of_low:.5f}; {apart[-1]:+.3f} %", flush=True)
-            if not of_high < first - 1:
-                sys.exit(f"FAIL {high} learns nothing  next: marrow pretrain with the settings above")
+            if not (of_high < first - 1 and of_low < first_low - 1):
+                pool.shutdown(cancel_futures=True)
+                sys.exit(f"FAIL {high} or {low} learns nothing  next: marrow pretrain with the settings above")
     mean = statistics.mean(apart)
     error = statistics.stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else float("inf")
     text = f"{low} is {mean:+.3f} % from {high}, with a standard error of {error:.3f} %; at most {LIMIT} % is allowed"

@@ -249,7 +249,7 @@ void gated_rms_norm_backward_cuda(View x, View gate, View weight, View d_out, Vi
                                   View weight_grad, float eps);
 
 // out[r] = x[source[r]], zero where source is -1; source int32. With offsets (experts' rows) rows_of_source [T, m] is
-// its inverse. For E4M3 packs of 16 bytes are aligned.
+// its inverse, else it may be none. With data x and out are aligned to 16 bytes.
 void gather_rows_cuda(View x, View source, View rows_of_source, View out, const ExpertRowsView& of_out = {});
 
 // out[t] = residual[t] (or 0) + Σ_j rows[rows_of_source[t, j]] over the indices of rows that exist; sums in fp32.

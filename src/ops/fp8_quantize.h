@@ -28,7 +28,7 @@ Fp8Pair quantize_rows(const at::Tensor& x, bool rows, bool transposed);
 // last's. source [R] int32: of rows x[source[r]], zeros for -1.
 Fp8Pair quantize_expert_rows(const at::Tensor& x, const at::Tensor& offsets, bool rows, bool transposed,
                              const at::Tensor& source = {});
-// For a kernel that writes the form of `rows` rows like those of a matrix [?, C]; on a GPU.
+// Memory for the form of `rows` rows as wide as like's; on a GPU.
 Fp8Matrix expert_rows_memory(const at::Tensor& like, int64_t rows);
 inline int64_t expert_columns(int64_t rows, int64_t experts) { return (rows / kFp8Block + experts) * kFp8Block; }
 

@@ -66,8 +66,7 @@ struct Fp8RowWriter {
     uint32_t scale;
   };
 
-  // All lanes of a warp call it, with eight elements each, as they are in bf16, from `column` on: 8 · lane beyond that
-  // of lane 0, which is a multiple of 128. Past the end they are zeros.
+  // All lanes of a warp call it: 16 of them hold a block.
   __device__ static Eight convert(const Pack<bf16, 8>& values) {
     uint32_t two = 0;
     for (int pair = 0; pair < 4; ++pair) two = larger(two, magnitudes(values, pair));
@@ -81,6 +80,8 @@ struct Fp8RowWriter {
     *reinterpret_cast<uint2*>(data + row * columns + column) = values.data;
     if (column % kFp8Block == 0) scale[at.first + column / kFp8Block * at.step] = __uint_as_float(values.scale);
   }
+  // All lanes of a warp call it, with eight elements each, as they are in bf16, from `column` on: 8 · lane beyond that
+  // of lane 0, which is a multiple of 128. Past the end they are zeros.
   __device__ void write(Fp8Place at, int64_t row, int64_t column, const Pack<bf16, 8>& values) const {
     store(at, row, column, convert(values));
   }

@@ -15,7 +15,7 @@ struct LinearCrossEntropy {
 LinearCrossEntropy linear_cross_entropy(const at::Tensor& x, const Parameter& weight, const at::Tensor& targets,
                                         double gradient_scale, bool with_gradient);
 
-// Most rows of logits that exist at a time: in x's dtype on a GPU, in fp32 on the CPU.
-int64_t cross_entropy_rows(int64_t vocabulary, bool on_cpu);
+// Rows of logits that exist at a time: in x's dtype on a GPU, in fp32 on the CPU.
+int64_t cross_entropy_rows(int64_t tokens, int64_t vocabulary, bool on_cpu);
 
 }  // namespace marrow

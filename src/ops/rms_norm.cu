@@ -5,8 +5,10 @@ namespace {
 
 // A block holds one row in registers: each thread kItems packs of kWidth elements, blockDim.x packs apart.
 constexpr int kForwardItems = 4;
-// Few, as the backward has three such rows; blocks of at most half a multiprocessor's threads, at 64 registers each.
+// Few, as the backward has three such rows in 64 registers a thread, so that two blocks of kBackwardThreads fill a
+// multiprocessor; with the items of a longer row one does.
 constexpr int kBackwardItems = 2, kBackwardThreads = 512, kLongRowItems = 8;
+constexpr int blocks_at_a_time(int items) { return items == kBackwardItems ? 2 : 1; }
 
 // The first column of a thread's i-th pack.
 template <int kWidth>
@@ -65,7 +67,7 @@ __global__ void forward_kernel(const T* x, const T* residual, const T* weight, T
 }
 
 template <typename T, int kWidth, int kItems>
-__global__ void __launch_bounds__(kBackwardThreads, 2)
+__global__ void __launch_bounds__(kBackwardThreads, blocks_at_a_time(kItems))
     backward_kernel(const T* x, const T* d_normed, const T* d_sum, const T* weight, T* dx, float* partials,
                     int64_t rows, int64_t hidden, float eps, float offset) {
   __shared__ float scratch[2][64];
@@ -130,7 +132,8 @@ unsigned threads_for(int64_t hidden, int columns, int64_t most) {
   return static_cast<unsigned>(threads);
 }
 
-// As many blocks as fit the GPU at a time, each with a row of partials; → their number.
+// As many blocks as fit the GPU at a time, each with a row of partials; → their number. (Another kind of GPU adds the
+// weight's gradient in another order.)
 template <typename T, int kWidth, int kItems>
 int64_t launch_backward(View x, View d_normed, View d_sum, View weight, View dx, View partials, float eps,
                         float offset) {
@@ -138,7 +141,8 @@ int64_t launch_backward(View x, View d_normed, View d_sum, View weight, View dx,
   int device = 0, processors = 0;
   MARROW_CUDA_CHECK(cudaGetDevice(&device));
   MARROW_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-  const int64_t blocks = min(partials.rows, int64_t{processors} * (2 * kBackwardThreads / threads));
+  const int64_t blocks =
+      min(partials.rows, int64_t{processors} * (blocks_at_a_time(kItems) * kBackwardThreads / threads));
   backward_kernel<T, kWidth, kItems><<<static_cast<unsigned>(blocks), threads, 0, current_stream()>>>(
       x, d_normed, d_sum, weight, dx, partials, x.rows, x.width, eps, offset);
   return blocks;

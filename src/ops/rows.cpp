@@ -38,6 +38,7 @@ void check_map(const Tensor& matrix, const Tensor& index, const char* name) {
 Tensor gather(const Tensor& x, const RowMap& map, const Tensor& out, const ExpertRowsView& of_out) {
   const Tensor& source_of_row = map.source_of_row;
   check_map(x, source_of_row, "source_of_row");
+  if (of_out.offsets.defined()) check_map(x, map.rows_of_source, "rows_of_source");
   const int64_t rows = out.size(0);
   MARROW_CHECK(rows <= source_of_row.size(0) && (!of_out.offsets.defined() || map.rows_of_source.size(0) == x.size(0)),
                ExitCode::kUsage, Fix("pass the RowMap that was built for these rows (ops/rows.h)"),

@@ -174,7 +174,8 @@ __global__ void scatter(const uint4* x, const int32_t* rows_of_source, uint4* ou
       for (unsigned left = used; left != 0; left &= left - 1) {
         const int owner = __popc((left & -left) - 1);
         const int64_t to = __shfl_sync(~0u, row, owner);
-        const Fp8Place at{__shfl_sync(~0u, place.first, owner), __shfl_sync(~0u, place.step, owner)};
+        Fp8Place at{};
+        if constexpr (kFp8) at = {__shfl_sync(~0u, place.first, owner), __shfl_sync(~0u, place.step, owner)};
         for (int u = 0; u < kUnroll; ++u) {
           const int64_t i = first + u * 32;
           if (i < width) __stcs(out + to * width + i, values[u]);
@@ -246,7 +247,7 @@ void gather_rows_cuda(View x, View source, View rows_of_source, View out, const 
   const RowCount count(out.rows, of_out.offsets);
   const int64_t bytes = out.width * (x.bf16 ? 2 : 4);
   const bool packs = bytes % 16 == 0 && aligned_to(x.data, 16) && aligned_to(out.data, 16);
-  if (packs && of_out.offsets.defined()) {
+  if (of_out.data.defined() || (packs && of_out.offsets.defined())) {
     if (x.rows == 0) return;
     const auto launch = [&]<bool kFp8>() {
       scatter<kFp8><<<blocks_for(x.rows * 32, kThreads), kThreads, 0, current_stream()>>>(

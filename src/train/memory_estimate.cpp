@@ -128,8 +128,8 @@ class Estimator {
 
   // Logits of some rows, fp32 on the CPU; the normed states, their gradient, and that before the norm.
   int64_t head_work() const {
-    const int64_t rows = std::min(tokens_, cross_entropy_rows(model_.shape().vocab, !gpu_));
-    return rows * model_.shape().vocab * (gpu_ ? element_ : 4) + 3 * hidden_;
+    return cross_entropy_rows(tokens_, model_.shape().vocab, !gpu_) * model_.shape().vocab * (gpu_ ? element_ : 4) +
+           3 * hidden_;
   }
 
   // Walks through a step as Executor does. A pass whose weight gradients are put off keeps the inputs of its

@@ -23,10 +23,11 @@ std::vector<Case> cases() {
   for (const at::Device device : test_devices()) {
     for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
       for (const int64_t rows : {0, 1, 7, 601}) {
-        for (const int64_t hidden : {1, 8, 17, 64, 131, 256, 2048, 2880, 9000}) {
+        for (const int64_t hidden : {1, 8, 17, 64, 131, 256, 2048, 2880}) {
           all.push_back({rows, hidden, dtype, device});
         }
       }
+      for (const int64_t hidden : {1027, 9000}) all.push_back({37, hidden, dtype, device});  // long rows
       all.push_back({1100, 131, dtype, device});  // more rows than the backward has blocks, of several warps
     }
   }
