@@ -74,12 +74,14 @@ ModelShape read_shape(const Json& config) {
   return shape;
 }
 
-int64_t read_experts(const Json& config) {
-  const int64_t experts = size_of(config, config.has("num_experts") ? "num_experts" : "num_local_experts", 1e5);
-  if (config.int_or("num_local_experts", experts) != experts) {
-    refuse(config.at("num_local_experts"), fmt::format("num_experts = {}", experts));
+ModelShape read_moe_shape(const Json& config) {
+  ModelShape shape = read_shape(config);
+  shape.experts = size_of(config, config.has("num_experts") ? "num_experts" : "num_local_experts", 1e5);
+  if (config.int_or("num_local_experts", shape.experts) != shape.experts) {
+    refuse(config.at("num_local_experts"), fmt::format("num_experts = {}", shape.experts));
   }
-  return experts;
+  shape.top_k = size_of(config, "num_experts_per_tok", static_cast<double>(shape.experts));
+  return shape;
 }
 
 std::vector<bool> read_layer_types(const Json& config, int64_t layers, const std::string& yes, const std::string& no) {

@@ -33,8 +33,8 @@ void refuse_quantised(const Json& config);
 // What all families have alike, but for the experts. No family has another activation than silu, or dropout.
 ModelShape read_shape(const Json& config);
 
-// num_experts, or num_local_experts of the Hub's other style.
-int64_t read_experts(const Json& config);
+// The same with the experts: num_experts, or num_local_experts of the Hub's other style.
+ModelShape read_moe_shape(const Json& config);
 
 // For each of layer_types' entries, one a layer: is it `yes`? It must be that or `no`.
 std::vector<bool> read_layer_types(const Json& config, int64_t layers, const std::string& yes, const std::string& no);

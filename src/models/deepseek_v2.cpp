@@ -17,7 +17,7 @@ constexpr double kLatentEps = 1e-6;  // of the norms on latents, whatever rms_no
 struct DeepseekConfig {
   ModelShape shape;
   RouterOptions routing;
-  DeepseekRope rope;
+  double score_scale = 1;    // YaRN's, beside 1/√(Dn + Dr)
   int64_t heads = 0;         // Hq
   int64_t query_rank = 0;    // Lq, 0: queries have no latent
   int64_t latent_rank = 0;   // Lkv
@@ -102,14 +102,17 @@ DeepseekConfig read_config(const Json& config) {
   c.dense_inner = c.shape.dense_layers > 0 ? size_of(config, "intermediate_size") : 0;
   c.expert_inner = size_of(config, "moe_intermediate_size");
   c.shared_inner = c.expert_inner * size_of(config, "n_shared_experts");
-  c.rope = read_deepseek_rope(config);
+  const DeepseekRope rope = read_deepseek_rope(config);
+  c.shape.rope_frequencies = rope.frequencies;
+  c.shape.rope_scale = rope.table_scale;
+  c.score_scale = rope.softmax_scale;
   return c;
 }
 
 class DeepseekLayer final : public DecoderLayer {
  public:
-  DeepseekLayer(const DeepseekConfig& config, int64_t layer, const ParameterTable& table, RopeTable rope)
-      : config_(config), layer_(layer), rope_(std::move(rope)), of_{table, layer} {}
+  DeepseekLayer(const DeepseekConfig& config, int64_t layer, const ParameterTable& table)
+      : config_(config), layer_(layer), of_{table, layer} {}
 
   RoutedTokens attend_and_route(const at::Tensor& hidden, const LayerContext& context) const override {
     WeightGradQueue& queue = *context.weight_grads;
@@ -122,8 +125,8 @@ class DeepseekLayer final : public DecoderLayer {
         linear(normed, latent_down_, queue).split_with_sizes({config_.latent_rank, config_.rope_size}, 1);
     const at::Tensor latent = linear(rms_norm(parts[0], latent_norm_, kLatentEps), latent_up_, queue);
     const auto [q, k, v] =
-        mla_rope(query, latent, parts[1], rope_, context.positions, config_.heads, config_.value_size);
-    const double scale = config_.rope.softmax_scale / std::sqrt(static_cast<double>(config_.key_size()));
+        mla_rope(query, latent, parts[1], context.rope, context.positions, config_.heads, config_.value_size);
+    const double scale = config_.score_scale / std::sqrt(static_cast<double>(config_.key_size()));
     const at::Tensor attended = attend(context, layer_, q, k, v, scale).flatten(1);
     auto [residual, post] = add_rms_norm(linear(attended, output_, queue), hidden, post_norm_, eps);
     if (config_.dense(layer_)) return {residual, post, {}};
@@ -147,7 +150,6 @@ class DeepseekLayer final : public DecoderLayer {
  private:
   DeepseekConfig config_;
   int64_t layer_;
-  RopeTable rope_;
   LayerParameters of_;
   Parameter input_norm_ = of_("input_norm");                     // [H]
   Parameter query_down_ = of_.if_any("q_a");                     // [Lq, H]
@@ -174,39 +176,31 @@ class DeepseekV2 final : public MoeModel {
   std::vector<ParameterSpec> layer_specs(int64_t layer) const override {
     const DeepseekConfig& c = config_;
     const int64_t hidden = c.shape.hidden, q_rows = c.heads * c.key_size();
-    const std::string own = fmt::format("layers.{}.", layer), hub = fmt::format("model.layers.{}.", layer);
-    const std::string attention = hub + "self_attn.";
-    std::vector<ParameterSpec> specs{norm(own + "input_norm", hidden, hub + "input_layernorm.weight")};
-    const auto add = [&](ParameterSpec spec) -> ParameterSpec& { return specs.emplace_back(std::move(spec)); };
+    LayerSpecs specs(c.shape, layer);
+    specs.norm("input_norm", hidden, "input_layernorm.weight");
     if (c.query_rank > 0) {
-      add(matrix(own + "q_a", {c.query_rank, hidden}, attention + "q_a_proj.weight"));
-      add(norm(own + "q_a_norm", c.query_rank, attention + "q_a_layernorm.weight"));
-      add(matrix(own + "q_b", {q_rows, c.query_rank}, attention + "q_b_proj.weight"));
+      specs.matrix("q_a", {c.query_rank, hidden}, "self_attn.q_a_proj.weight");
+      specs.norm("q_a_norm", c.query_rank, "self_attn.q_a_layernorm.weight");
+      specs.matrix("q_b", {q_rows, c.query_rank}, "self_attn.q_b_proj.weight");
     } else {
-      add(matrix(own + "q", {q_rows, hidden}, attention + "q_proj.weight"));
+      specs.matrix("q", {q_rows, hidden}, "self_attn.q_proj.weight");
     }
-    add(matrix(own + "kv_a", {c.latent_rank + c.rope_size, hidden}, attention + "kv_a_proj_with_mqa.weight"));
-    add(norm(own + "kv_a_norm", c.latent_rank, attention + "kv_a_layernorm.weight"));
-    add(matrix(own + "kv_b", {c.heads * (c.nope_size + c.value_size), c.latent_rank}, attention + "kv_b_proj.weight"))
+    specs.matrix("kv_a", {c.latent_rank + c.rope_size, hidden}, "self_attn.kv_a_proj_with_mqa.weight");
+    specs.norm("kv_a_norm", c.latent_rank, "self_attn.kv_a_layernorm.weight");
+    specs.matrix("kv_b", {c.heads * (c.nope_size + c.value_size), c.latent_rank}, "self_attn.kv_b_proj.weight")
         .parts[0]
         .turns = {c.nope_size * c.latent_rank, c.value_size * c.latent_rank};
-    add(matrix(own + "output", {hidden, c.heads * c.value_size}, attention + "o_proj.weight"));
-    add(norm(own + "post_norm", hidden, hub + "post_attention_layernorm.weight"));
-    add_mlp(specs, own + "mlp.", {hub + (c.dense(layer) ? "mlp." : "mlp.shared_experts.")}, c.mlp_inner(layer), false);
-    if (c.dense(layer)) return specs;
-    add(adamw(matrix(own + "router", {c.shape.experts, hidden}, hub + "mlp.gate.weight")));
-    std::vector<std::string> experts;
-    for (int64_t e = 0; e < c.shape.experts; ++e) experts.push_back(fmt::format("{}mlp.experts.{}.", hub, e));
-    add_mlp(specs, own + "experts.", experts, c.expert_inner, true);
-    return specs;
+    specs.matrix("output", {hidden, c.heads * c.value_size}, "self_attn.o_proj.weight");
+    specs.norm("post_norm", hidden, "post_attention_layernorm.weight");
+    specs.mlp("mlp", c.dense(layer) ? "mlp" : "mlp.shared_experts", c.mlp_inner(layer));
+    if (c.dense(layer)) return specs.take();
+    specs.matrix("router", {c.shape.experts, hidden}, "mlp.gate.weight", UpdateRule::kAdamW);
+    specs.experts("mlp.experts", c.expert_inner);
+    return specs.take();
   }
 
-  std::unique_ptr<DecoderLayer> make_layer(int64_t layer, const ParameterTable& table,
-                                           at::Device device) const override {
-    if (!rope_.cos.defined()) {
-      rope_ = make_rope_table(config_.rope.frequencies, config_.shape.max_position, config_.rope.table_scale, device);
-    }
-    return std::make_unique<DeepseekLayer>(config_, layer, table, rope_);
+  std::unique_ptr<DecoderLayer> make_layer(int64_t layer, const ParameterTable& table) const override {
+    return std::make_unique<DeepseekLayer>(config_, layer, table);
   }
 
   double mixing_flops_per_token(int64_t seq_len) const override {
@@ -217,7 +211,7 @@ class DeepseekV2 final : public MoeModel {
   ActivationBytes activation_bytes(int64_t layer, int64_t element) const override {
     const DeepseekConfig& c = config_;
     const int64_t hidden = c.shape.hidden, keys = c.heads * c.key_size(), values = c.heads * c.value_size;
-    const int64_t experts = c.dense(layer) ? 0 : c.shape.experts, inner = c.expert_inner, mlp = c.mlp_inner(layer);
+    const int64_t experts = c.dense(layer) ? 0 : c.shape.experts, mlp = c.mlp_inner(layer);
     ActivationBytes bytes;
     // Input, normed, residual, normed again; latents before and after their norms; q, k, v and what attention gave;
     // gate and up and activated. In fp32 its log-sum-exp, the router's logits and theirs, experts and weights.
@@ -226,30 +220,12 @@ class DeepseekV2 final : public MoeModel {
     bytes.token_cheap = element * (hidden + mlp);
     bytes.token_backward = element * (std::max(2 * (2 * keys + values), 3 * mlp) + 4 * hidden + 2 * experts);
     bytes.token_ring = 4 * (keys + 2 * values + 3 * (keys + values));  // fp32: of queries, a sum, three keys and values
-    if (experts == 0) return bytes;
-    bytes.expert_row = element * (hidden + 2 * inner + inner) + 4;  // row, gate and up, activated, weight
-    bytes.expert_row_cheap = element * (hidden + inner);
-    // The gradient of the result, and then those of activated, gate and up, or that of the row.
-    bytes.expert_row_backward = element * (hidden + std::max(hidden, 3 * inner));
+    if (experts > 0) count_swiglu_experts(bytes, element, hidden, c.expert_inner);
     return bytes;
   }
 
  private:
-  ParameterSpec matrix(std::string name, std::vector<int64_t> shape, std::string hub_name) const {
-    return matrix_spec(std::move(name), std::move(shape), std::move(hub_name), config_.shape.initializer_range);
-  }
-
-  void add_mlp(std::vector<ParameterSpec>& specs, const std::string& own, const std::vector<std::string>& hubs,
-               int64_t inner, bool expert) const {
-    add_mlp_specs(specs, own, hubs, config_.shape.hidden, inner, expert, config_.shape.initializer_range);
-  }
-
-  static ParameterSpec norm(std::string name, int64_t size, std::string hub_name) {
-    return constant_spec(std::move(name), {size}, std::move(hub_name), 1);
-  }
-
   DeepseekConfig config_;
-  mutable RopeTable rope_;  // made once, shared by the layers
 };
 
 }  // namespace

@@ -1,20 +1,40 @@
 // The parameters that families have alike.
 #pragma once
-#include "ops/parameter_spec.h"
+#include "models/model_contract.h"
 
 namespace marrow {
 
-// A matrix of normal values with this deviation; one tensor of the Hub, unless its parts are set after.
-ParameterSpec matrix_spec(std::string name, std::vector<int64_t> shape, std::string hub_name, double deviation);
+// A matrix of normal values with this deviation; one tensor of the Hub. AdamW's also under Muon: embedding, head,
+// routers and gates.
+ParameterSpec matrix_spec(std::string name, std::vector<int64_t> shape, std::string hub_name, double deviation,
+                          UpdateRule rule = UpdateRule::kMuon);
 
 // What weight decay and Muon leave alone, norms and biases above all; constant at first.
 ParameterSpec constant_spec(std::string name, std::vector<int64_t> shape, std::string hub_name, float value);
 
-// Embedding, head, routers and gates: AdamW updates them under Muon, too.
-ParameterSpec adamw(ParameterSpec spec);
+// The parameters of a layer, in the order of the calls, which may change what they return. Names are without
+// "layers.3.", those of the Hub without "model.layers.3.".
+class LayerSpecs {
+ public:
+  LayerSpecs(const ModelShape& model, int64_t layer);
 
-// OWNgate_up [2I, H] and OWNdown [H, I] of an MLP. `expert`: [E, 2I, H] and [E, H, I], of those that `hubs` name.
-void add_mlp_specs(std::vector<ParameterSpec>& specs, const std::string& own, const std::vector<std::string>& hubs,
-                   int64_t hidden, int64_t inner, bool expert, double deviation);
+  ParameterSpec& matrix(const std::string& name, std::vector<int64_t> shape, const std::string& hub_name,
+                        UpdateRule rule = UpdateRule::kMuon);
+  ParameterSpec& constant(const std::string& name, std::vector<int64_t> shape, const std::string& hub_name,
+                          double value);
+  void norm(const std::string& name, int64_t size, const std::string& hub_name);
+  // Rows of several tensors of the Hub, one below the other: of matrices, or of vectors that are 0 at first.
+  void stacked(const std::string& name, std::vector<HubTensor> parts);
+  // NAME.gate_up [2I, H] and NAME.down [H, I] of an MLP; those of all experts, HUB.0, HUB.1, …, by [E, 2I, H], [E, H,
+  // I].
+  void mlp(const std::string& name, const std::string& hub, int64_t inner);
+  void experts(const std::string& hub, int64_t inner);
+  std::vector<ParameterSpec> take() { return std::move(specs_); }
+
+ private:
+  const ModelShape& model_;
+  std::string own_, hub_;  // what the names begin with
+  std::vector<ParameterSpec> specs_;
+};
 
 }  // namespace marrow

@@ -25,8 +25,6 @@ struct GptOssConfig {
   int64_t intermediate = 0;      // I, of one expert
   bool attention_bias = true;    // of q, k, v and o
   std::vector<int64_t> windows;  // of each layer: keys a row sees; 0 = all
-  std::vector<double> inverse_frequencies;
-  double rope_scale = 1;  // of cos and sin
 };
 
 void read_rope(const Json& config, GptOssConfig& c) {
@@ -36,19 +34,19 @@ void read_rope(const Json& config, GptOssConfig& c) {
                      "mscale_all_dim", "attention_factor", "original_max_position_embeddings"});
   const double theta = rope.at("rope_theta").as_double();
   check_within(config, "rope_theta", theta, 1 + 1e-9, 1e12);
-  c.inverse_frequencies = rope_inverse_frequencies(theta, c.head_size);
+  c.shape.rope_frequencies = rope_inverse_frequencies(theta, c.head_size);
   if (rope.string_or("rope_type", "default") == "default") return;
   check_is(rope, "rope_type", "\"yarn\"");
   const YarnScaling yarn = read_yarn(rope);
   check_is(config, "initial_context_length", json_number(yarn.original_length));
-  c.inverse_frequencies = yarn_inverse_frequencies(theta, c.head_size, yarn);
+  c.shape.rope_frequencies = yarn_inverse_frequencies(theta, c.head_size, yarn);
   const double mscale = rope.double_or("mscale", 0), all_dim = rope.double_or("mscale_all_dim", 0);
   const bool both = mscale != 0 && all_dim != 0;
-  c.rope_scale = rope.double_or("attention_factor", both ? yarn_magnitude(yarn, mscale) / yarn_magnitude(yarn, all_dim)
-                                                         : yarn_magnitude(yarn, 1));
+  const double usual = both ? yarn_magnitude(yarn, mscale) / yarn_magnitude(yarn, all_dim) : yarn_magnitude(yarn, 1);
+  c.shape.rope_scale = rope.double_or("attention_factor", usual);
   check_within(rope, "mscale", mscale, -1e-9, 1e3);
   check_within(rope, "mscale_all_dim", all_dim, -1e-9, 1e3);
-  check_within(rope, "attention_factor", c.rope_scale, 1e-6, 1e6);
+  check_within(rope, "attention_factor", c.shape.rope_scale, 1e-6, 1e6);
 }
 
 GptOssConfig read_config(const Json& config) {
@@ -58,9 +56,7 @@ GptOssConfig read_config(const Json& config) {
   check_is(config, "partial_rotary_factor", "1");
   if (given(config, "quantization_config")) check_is(config.at("quantization_config"), "quant_method", "\"mxfp4\"");
   GptOssConfig c;
-  c.shape = read_shape(config);
-  c.shape.experts = read_experts(config);
-  c.shape.top_k = size_of(config, "num_experts_per_tok", static_cast<double>(c.shape.experts));
+  c.shape = read_moe_shape(config);
   c.heads = size_of(config, "num_attention_heads");
   c.kv_heads = size_of(config, "num_key_value_heads");
   check_divides(config, "num_attention_heads", "num_key_value_heads");
@@ -77,30 +73,21 @@ GptOssConfig read_config(const Json& config) {
 
 class GptOssLayer final : public DecoderLayer {
  public:
-  GptOssLayer(const GptOssConfig& config, int64_t layer, const ParameterTable& table, RopeTable rope)
-      : config_(config), layer_(layer), rope_(std::move(rope)), of_{table, layer} {}
+  GptOssLayer(const GptOssConfig& config, int64_t layer, const ParameterTable& table)
+      : config_(config), layer_(layer), of_{table, layer} {}
 
   RoutedTokens attend_and_route(const at::Tensor& hidden, const LayerContext& context) const override {
     const double eps = config_.shape.rms_norm_eps, scale = 1.0 / std::sqrt(static_cast<double>(config_.head_size));
     const at::Tensor normed = cheap(context, [=, this] { return rms_norm(hidden, input_norm_, eps); });
     const at::Tensor qkv = linear(normed, qkv_, *context.weight_grads, config_.attention_bias ? &qkv_bias_ : nullptr);
-    const auto turn = [=, this, positions = context.positions] {
-      return split_and_rotate(qkv, rope_, positions, config_.heads, config_.kv_heads);
-    };
-    const auto [q, k, v] = turn();
-    if (context.recompute != nullptr) {
-      context.recompute->add({q, k}, [turn] {
-        const auto [q_again, k_again, view] = turn();
-        return std::vector{q_again, k_again};
-      });
-    }
+    const auto [q, k, v] = cheap_heads(context, [=, this, rope = context.rope, positions = context.positions] {
+      return split_and_rotate(qkv, rope, positions, config_.heads, config_.kv_heads);
+    });
     const at::Tensor attended = attend(context, layer_, q, k, v, scale, config_.windows[layer_], sinks_).flatten(1);
     const at::Tensor projected =
         linear(attended, output_, *context.weight_grads, config_.attention_bias ? &output_bias_ : nullptr);
     auto [residual, post] = add_rms_norm(projected, hidden, post_norm_, eps);
-    RouterOptions options;
-    options.top_k = config_.shape.top_k;
-    options.bias = router_bias_;
+    const RouterOptions options{.top_k = config_.shape.top_k, .bias = router_bias_};
     return {residual, post, route(context, post, router_, options)};
   }
 
@@ -126,7 +113,6 @@ class GptOssLayer final : public DecoderLayer {
  private:
   GptOssConfig config_;
   int64_t layer_;
-  RopeTable rope_;
   LayerParameters of_;
   Parameter input_norm_ = of_("input_norm");              // [H]
   Parameter qkv_ = of_("qkv");                            // [(Hq + 2·Hkv)·D, H]
@@ -152,47 +138,34 @@ class GptOss final : public MoeModel {
   std::vector<ParameterSpec> layer_specs(int64_t layer) const override {
     const int64_t hidden = config_.shape.hidden, experts = config_.shape.experts, inner = config_.intermediate;
     const int64_t q_rows = config_.heads * config_.head_size, kv_rows = config_.kv_heads * config_.head_size;
-    const std::string hub = fmt::format("model.layers.{}.", layer), own = fmt::format("layers.{}.", layer);
-    const std::string attention = hub + "self_attn.", mlp = hub + "mlp.";
-    std::vector<ParameterSpec> specs;
-    const auto add = [&](ParameterSpec spec) -> ParameterSpec& { return specs.emplace_back(std::move(spec)); };
-
-    add(constant_spec(own + "input_norm", {hidden}, hub + "input_layernorm.weight", 1));
-    add(matrix(own + "qkv", {q_rows + 2 * kv_rows, hidden}, "")).parts = {
-        {attention + "q_proj.weight", {q_rows, hidden}},
-        {attention + "k_proj.weight", {kv_rows, hidden}},
-        {attention + "v_proj.weight", {kv_rows, hidden}}};
-    add(random_vector(own + "sinks", config_.heads, attention + "sinks"));
-    add(matrix(own + "output", {hidden, q_rows}, attention + "o_proj.weight"));
+    const double deviation = config_.shape.initializer_range;
+    LayerSpecs specs(config_.shape, layer);
+    specs.norm("input_norm", hidden, "input_layernorm.weight");
+    specs.stacked("qkv", {{"self_attn.q_proj.weight", {q_rows, hidden}},
+                          {"self_attn.k_proj.weight", {kv_rows, hidden}},
+                          {"self_attn.v_proj.weight", {kv_rows, hidden}}});
+    specs.constant("sinks", {config_.heads}, "self_attn.sinks", deviation).init = InitKind::kNormal;
+    specs.matrix("output", {hidden, q_rows}, "self_attn.o_proj.weight");
     if (config_.attention_bias) {
-      add(constant_spec(own + "qkv_bias", {q_rows + 2 * kv_rows}, "", 0)).parts = {
-          {attention + "q_proj.bias", {q_rows}},
-          {attention + "k_proj.bias", {kv_rows}},
-          {attention + "v_proj.bias", {kv_rows}}};
-      add(constant_spec(own + "output_bias", {hidden}, attention + "o_proj.bias", 0));
+      specs.stacked("qkv_bias", {{"self_attn.q_proj.bias", {q_rows}},
+                                 {"self_attn.k_proj.bias", {kv_rows}},
+                                 {"self_attn.v_proj.bias", {kv_rows}}});
+      specs.constant("output_bias", {hidden}, "self_attn.o_proj.bias", 0);
     }
-    add(constant_spec(own + "post_norm", {hidden}, hub + "post_attention_layernorm.weight", 1));
-    add(adamw(matrix(own + "router", {experts, hidden}, mlp + "router.weight")));
-    add(random_vector(own + "router_bias", experts, mlp + "router.bias"));
-
-    ParameterSpec& gate_up =
-        add(matrix(own + "experts.gate_up", {experts, hidden, 2 * inner}, mlp + "experts.gate_up_proj"));
+    specs.norm("post_norm", hidden, "post_attention_layernorm.weight");
+    specs.matrix("router", {experts, hidden}, "mlp.router.weight", UpdateRule::kAdamW);
+    specs.constant("router_bias", {experts}, "mlp.router.bias", deviation).init = InitKind::kNormal;
+    ParameterSpec& gate_up = specs.matrix("experts.gate_up", {experts, hidden, 2 * inner}, "mlp.experts.gate_up_proj");
     gate_up.parts[0].turns = {1, 1};
     gate_up.expert = true;
-    add(constant_spec(own + "experts.gate_up_bias", {experts, 2 * inner}, mlp + "experts.gate_up_proj_bias", 0))
-        .expert = true;
-    ParameterSpec& down = add(matrix(own + "experts.down", {experts, inner, hidden}, mlp + "experts.down_proj"));
-    down.expert = true;
-    add(constant_spec(own + "experts.down_bias", {experts, hidden}, mlp + "experts.down_proj_bias", 0)).expert = true;
-    return specs;
+    specs.constant("experts.gate_up_bias", {experts, 2 * inner}, "mlp.experts.gate_up_proj_bias", 0).expert = true;
+    specs.matrix("experts.down", {experts, inner, hidden}, "mlp.experts.down_proj").expert = true;
+    specs.constant("experts.down_bias", {experts, hidden}, "mlp.experts.down_proj_bias", 0).expert = true;
+    return specs.take();
   }
 
-  std::unique_ptr<DecoderLayer> make_layer(int64_t layer, const ParameterTable& table,
-                                           at::Device device) const override {
-    if (!rope_.cos.defined()) {
-      rope_ = make_rope_table(config_.inverse_frequencies, config_.shape.max_position, config_.rope_scale, device);
-    }
-    return std::make_unique<GptOssLayer>(config_, layer, table, rope_);
+  std::unique_ptr<DecoderLayer> make_layer(int64_t layer, const ParameterTable& table) const override {
+    return std::make_unique<GptOssLayer>(config_, layer, table);
   }
 
   double mixing_flops_per_token(int64_t seq_len) const override {
@@ -225,19 +198,7 @@ class GptOss final : public MoeModel {
   }
 
  private:
-  ParameterSpec matrix(std::string name, std::vector<int64_t> shape, std::string hub_name) const {
-    return matrix_spec(std::move(name), std::move(shape), std::move(hub_name), config_.shape.initializer_range);
-  }
-
-  ParameterSpec random_vector(std::string name, int64_t size, std::string hub_name) const {
-    ParameterSpec spec = constant_spec(std::move(name), {size}, std::move(hub_name), 0);
-    spec.init = InitKind::kNormal;
-    spec.init_value = static_cast<float>(config_.shape.initializer_range);
-    return spec;
-  }
-
   GptOssConfig config_;
-  mutable RopeTable rope_;  // made once, shared by the layers
 };
 
 }  // namespace

@@ -23,6 +23,13 @@ at::Tensor cheap(const LayerContext& context, const std::function<at::Tensor()>&
   return made;
 }
 
+Heads cheap_heads(const LayerContext& context, const std::function<Heads()>& make) {
+  const Heads made = make();
+  const auto q_and_k = [](const Heads& heads) { return std::vector{std::get<0>(heads), std::get<1>(heads)}; };
+  if (context.recompute != nullptr) context.recompute->add(q_and_k(made), [=] { return q_and_k(make()); });
+  return made;
+}
+
 at::Tensor attend(const LayerContext& context, int64_t layer, const at::Tensor& q, const at::Tensor& k,
                   const at::Tensor& v, double scale, int64_t window, const Parameter& sinks) {
   if (context.cache != nullptr) return context.cache->attend(layer, q, k, v, scale, window, sinks.value);
@@ -54,6 +61,13 @@ ExpertRows swiglu_experts(const LayerContext& context, const ExpertRows& rows, c
                            [=] { return std::vector{swiglu(both.value, row_weights, both.offsets)}; });
   }
   return grouped_linear(activated, down, *context.weight_grads);
+}
+
+void count_swiglu_experts(ActivationBytes& bytes, int64_t element, int64_t hidden, int64_t inner) {
+  bytes.expert_row = element * (hidden + 2 * inner + inner) + 4;  // row, gate and up, activated, weight
+  bytes.expert_row_cheap = element * (hidden + inner);
+  // The gradient of the result, and then those of activated, gate and up, or that of the row.
+  bytes.expert_row_backward = element * (hidden + std::max(hidden, 3 * inner));
 }
 
 }  // namespace marrow

@@ -17,6 +17,10 @@ struct LayerParameters {
 // make(), whose result train.recompute = "cheap" makes again for the backward.
 at::Tensor cheap(const LayerContext& context, const std::function<at::Tensor()>& make);
 
+// The same of queries and keys; values are a view of what they were made of.
+using Heads = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]
+Heads cheap_heads(const LayerContext& context, const std::function<Heads()>& make);
+
 // Causal attention of layer `layer`, also over the tokens generated before; sinks and window as attention() has them.
 at::Tensor attend(const LayerContext& context, int64_t layer,
                   const at::Tensor& q,  // [T, Hq, D]
@@ -37,5 +41,7 @@ at::Tensor swiglu_mlp(const LayerContext& context, const at::Tensor& x,
 ExpertRows swiglu_experts(const LayerContext& context, const ExpertRows& rows, const at::Tensor& row_weights,
                           const Parameter& gate_up,  // [E, 2I, H], each expert's gate before its up
                           const Parameter& down);    // [E, H, I]
+// What that needs of memory for each row, I = `inner`, into `bytes`.
+void count_swiglu_experts(ActivationBytes& bytes, int64_t element, int64_t hidden, int64_t inner);
 
 }  // namespace marrow

@@ -8,7 +8,8 @@ namespace marrow {
 
 std::vector<ParameterSpec> MoeModel::embedding_specs() const {
   const ModelShape& s = shape();
-  return {adamw(matrix_spec("embedding", {s.vocab, s.hidden}, "model.embed_tokens.weight", s.initializer_range))};
+  return {matrix_spec("embedding", {s.vocab, s.hidden}, "model.embed_tokens.weight", s.initializer_range,
+                      UpdateRule::kAdamW)};
 }
 
 std::vector<ParameterSpec> MoeModel::head_specs() const {
@@ -16,12 +17,16 @@ std::vector<ParameterSpec> MoeModel::head_specs() const {
   const float factor = 1 - static_cast<float>(s.norm_offset);
   std::vector<ParameterSpec> specs{constant_spec("final_norm", {s.hidden}, "model.norm.weight", factor)};
   if (s.tied_embeddings) return specs;
-  specs.push_back(adamw(matrix_spec("head", {s.vocab, s.hidden}, "lm_head.weight", s.initializer_range)));
+  specs.push_back(matrix_spec("head", {s.vocab, s.hidden}, "lm_head.weight", s.initializer_range, UpdateRule::kAdamW));
   return specs;
 }
 
 at::Tensor MoeModel::final_norm(const at::Tensor& hidden, const ParameterTable& table) const {
   return rms_norm(hidden, table.at("final_norm"), shape().rms_norm_eps, shape().norm_offset);
+}
+
+RopeTable MoeModel::rope_table(at::Device device) const {
+  return make_rope_table(shape().rope_frequencies, shape().max_position, shape().rope_scale, device);
 }
 
 double MoeModel::forward_flops_per_token(int64_t seq_len) const {

@@ -9,6 +9,7 @@
 #include "ops/parameter.h"
 #include "ops/parameter_spec.h"
 #include "ops/pch.h"
+#include "ops/qk_norm_rope.h"
 #include "ops/recompute.h"
 #include "ops/router.h"
 #include "ops/rows.h"
@@ -27,8 +28,10 @@ struct ModelShape {
   int64_t hidden = 0;  // H
   int64_t vocab = 0;   // V, rows of the embedding: may exceed the tokenizer's
   int64_t max_position = 0;
-  int64_t experts = 0;  // E
-  int64_t top_k = 0;    // k
+  std::vector<double> rope_frequencies;  // [D/2], of RoPE's pairs; fewer where only a part of each head turns
+  double rope_scale = 1;                 // of cos and sin
+  int64_t experts = 0;                   // E
+  int64_t top_k = 0;                     // k
   double rms_norm_eps = 1e-6;
   double norm_offset = 0;  // what norms add to their weights: 1 where these say how far a factor is from 1
   double initializer_range = 0.02;
@@ -45,6 +48,7 @@ struct ModelShape {
 struct LayerContext {
   AttentionLayout attention;   // sequences, documents; whole, also where a context group splits them
   at::Tensor positions;        // [T] int32, within the sequence (or document, where masked)
+  RopeTable rope;              // MoeModel::rope_table
   int64_t balance_groups = 1;  // G: groups of consecutive tokens whose router statistics are apart
   bool forced_routing = false;
   bool deterministic = false;
@@ -93,7 +97,7 @@ class MoeModel {
   virtual ~MoeModel() = default;
   virtual const ModelShape& shape() const = 0;
   virtual std::vector<ParameterSpec> layer_specs(int64_t layer) const = 0;
-  virtual std::unique_ptr<DecoderLayer> make_layer(int64_t layer, const ParameterTable&, at::Device) const = 0;
+  virtual std::unique_ptr<DecoderLayer> make_layer(int64_t layer, const ParameterTable&) const = 0;
   // Operations of one token's forward that are no products with weights, of all layers: attention (half), recurrences.
   virtual double mixing_flops_per_token(int64_t seq_len) const = 0;
   // `element`: bytes of an activation's element.
@@ -104,6 +108,7 @@ class MoeModel {
   std::vector<ParameterSpec> head_specs() const;       // "final_norm", "head" unless tied
   // Normalises the last layer's output [T, H] before the head.
   at::Tensor final_norm(const at::Tensor& hidden, const ParameterTable&) const;
+  RopeTable rope_table(at::Device device) const;  // of all positions
   double forward_flops_per_token(int64_t seq_len) const;
 };
 

@@ -26,37 +26,26 @@ struct Qwen35MoeConfig {
   int64_t kv_heads = 0;              // Hkv
   int64_t head_size = 0;             // D
   int64_t rotary_size = 0;           // elements of a head that turn
-  double rope_theta = 0;
-  int64_t key_heads = 0;     // Hk, queries and keys of a DeltaNet layer
-  int64_t value_heads = 0;   // Hv
-  int64_t key_size = 0;      // Dk
-  int64_t value_size = 0;    // Dv
-  int64_t kernel = 0;        // K, of the convolution
-  int64_t intermediate = 0;  // I, of an expert
-  int64_t shared_inner = 0;  // I of the shared expert
+  int64_t key_heads = 0;             // Hk, queries and keys of a DeltaNet layer
+  int64_t value_heads = 0;           // Hv
+  int64_t key_size = 0;              // Dk
+  int64_t value_size = 0;            // Dv
+  int64_t kernel = 0;                // K, of the convolution
+  int64_t intermediate = 0;          // I, of an expert
+  int64_t shared_inner = 0;          // I of the shared expert
 
   int64_t keys() const { return key_heads * key_size; }
   int64_t values() const { return value_heads * value_size; }
   int64_t channels() const { return 2 * keys() + values(); }  // C, what the convolution sees
 };
 
-void refuse_unsupported(const Json& config) {
-  check_is(config, "attention_bias", "false");
-  check_is(config, "attn_output_gate", "true");
-  check_is(config, "norm_topk_prob", "true");
-  check_is(config, "decoder_sparse_step", "1");
-  check_is(config, "mlp_only_layers", "[]");
-  check_is(config, "mamba_ssm_dtype", "\"float32\"");
-  refuse_quantised(config);
-}
-
 void read_rope(const Json& config, Qwen35MoeConfig& c) {
   const Json rope = rope_parameters(config);
   check_is(rope, "rope_type", "\"default\"");
   // The last two turn images alone.
   check_known(rope, {"rope_type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"});
-  c.rope_theta = rope.at("rope_theta").as_double();
-  check_within(config, "rope_theta", c.rope_theta, 1 + 1e-9, 1e12);
+  const double theta = rope.at("rope_theta").as_double();
+  check_within(config, "rope_theta", theta, 1 + 1e-9, 1e12);
   // transformers writes 0.25 outside of rope_parameters, whatever stands in there.
   const bool inside = rope.has("partial_rotary_factor");
   const double share = (inside ? rope : config).at("partial_rotary_factor").as_double();
@@ -67,6 +56,7 @@ void read_rope(const Json& config, Qwen35MoeConfig& c) {
                             c.rotary_size, c.head_size),
                 Fix("set partial_rotary_factor so that its product with head_dim is even"));
   }
+  c.shape.rope_frequencies = rope_inverse_frequencies(theta, c.rotary_size);
 }
 
 std::vector<bool> read_full_attention(const Json& config, int64_t layers) {
@@ -78,12 +68,16 @@ std::vector<bool> read_full_attention(const Json& config, int64_t layers) {
 }
 
 Qwen35MoeConfig read_config(const Json& config) {
-  refuse_unsupported(config);
+  check_is(config, "attention_bias", "false");
+  check_is(config, "attn_output_gate", "true");
+  check_is(config, "norm_topk_prob", "true");
+  check_is(config, "decoder_sparse_step", "1");
+  check_is(config, "mlp_only_layers", "[]");
+  check_is(config, "mamba_ssm_dtype", "\"float32\"");
+  refuse_quantised(config);
   Qwen35MoeConfig c;
-  c.shape = read_shape(config);
+  c.shape = read_moe_shape(config);
   c.shape.norm_offset = kCentre;
-  c.shape.experts = read_experts(config);
-  c.shape.top_k = size_of(config, "num_experts_per_tok", static_cast<double>(c.shape.experts));
   c.heads = size_of(config, "num_attention_heads");
   c.kv_heads = size_of(config, "num_key_value_heads");
   check_divides(config, "num_attention_heads", "num_key_value_heads");
@@ -118,8 +112,8 @@ at::Tensor log_decay(const at::Tensor& a,         // [T, Hv]
 
 class Qwen35MoeLayer final : public DecoderLayer {
  public:
-  Qwen35MoeLayer(const Qwen35MoeConfig& config, int64_t layer, const ParameterTable& table, RopeTable rope)
-      : config_(config), layer_(layer), rope_(std::move(rope)), of_{table, layer} {}
+  Qwen35MoeLayer(const Qwen35MoeConfig& config, int64_t layer, const ParameterTable& table)
+      : config_(config), layer_(layer), of_{table, layer} {}
 
   RoutedTokens attend_and_route(const at::Tensor& hidden, const LayerContext& context) const override {
     const double eps = config_.shape.rms_norm_eps;
@@ -127,9 +121,7 @@ class Qwen35MoeLayer final : public DecoderLayer {
     const at::Tensor mixed = config_.full_attention[layer_] ? attend_fully(normed, context) : recur(normed, context);
     const at::Tensor projected = linear(mixed, output_, *context.weight_grads);
     auto [residual, post] = add_rms_norm(projected, hidden, post_norm_, eps, kCentre);
-    RouterOptions options;
-    options.top_k = config_.shape.top_k;
-    return {residual, post, route(context, post, router_, options)};
+    return {residual, post, route(context, post, router_, {.top_k = config_.shape.top_k})};
   }
 
   const Parameter& first_expert_weight() const override { return gate_up_; }
@@ -159,8 +151,8 @@ class Qwen35MoeLayer final : public DecoderLayer {
     const auto normed_heads = [&](const at::Tensor& heads, const Parameter& norm) {
       return rms_norm(heads.reshape({-1, c.head_size}), norm, eps, kCentre).view({heads.size(0), -1, c.head_size});
     };
-    const at::Tensor q = rotate_front(normed_heads(query[0], q_norm_), rope_, context.positions);
-    const at::Tensor k = rotate_front(normed_heads(parts[1], k_norm_), rope_, context.positions);
+    const at::Tensor q = rotate_front(normed_heads(query[0], q_norm_), context.rope, context.positions);
+    const at::Tensor k = rotate_front(normed_heads(parts[1], k_norm_), context.rope, context.positions);
     const at::Tensor v = parts[2].unflatten(1, {c.kv_heads, c.head_size});
     const double scale = 1.0 / std::sqrt(static_cast<double>(c.head_size));
     const at::Tensor attended = attend(context, layer_, q, k, v, scale);
@@ -190,7 +182,6 @@ class Qwen35MoeLayer final : public DecoderLayer {
 
   Qwen35MoeConfig config_;
   int64_t layer_;
-  RopeTable rope_;
   LayerParameters of_;
   Parameter input_norm_ = of_("input_norm");           // [H]
   Parameter input_ = of_("input");                     // [(2·Hq + 2·Hkv)·D, H]: each head's q before its gate, k, v;
@@ -220,58 +211,44 @@ class Qwen35Moe final : public MoeModel {
   std::vector<ParameterSpec> layer_specs(int64_t layer) const override {
     const Qwen35MoeConfig& c = config_;
     const int64_t hidden = c.shape.hidden;
-    const std::string own = fmt::format("layers.{}.", layer), hub = fmt::format("model.layers.{}.", layer),
-                      mlp = hub + "mlp.";
-    std::vector<ParameterSpec> specs{constant_spec(own + "input_norm", {hidden}, hub + "input_layernorm.weight", 0)};
-    const auto add = [&](ParameterSpec spec) -> ParameterSpec& { return specs.emplace_back(std::move(spec)); };
-
+    LayerSpecs specs(c.shape, layer);
+    specs.norm("input_norm", hidden, "input_layernorm.weight");
     if (c.full_attention[layer]) {
-      const std::string attention = hub + "self_attn.";
       const int64_t q_rows = c.heads * c.head_size, kv_rows = c.kv_heads * c.head_size;
-      add(matrix(own + "input", {2 * q_rows + 2 * kv_rows, hidden}, "")).parts = {
-          {.name = attention + "q_proj.weight",
-           .shape = {2 * q_rows, hidden},
-           .turns = {c.head_size * hidden, c.head_size * hidden}},
-          {attention + "k_proj.weight", {kv_rows, hidden}},
-          {attention + "v_proj.weight", {kv_rows, hidden}}};
-      add(constant_spec(own + "q_norm", {c.head_size}, attention + "q_norm.weight", 0));
-      add(constant_spec(own + "k_norm", {c.head_size}, attention + "k_norm.weight", 0));
-      add(matrix(own + "output", {hidden, q_rows}, attention + "o_proj.weight"));
+      specs.stacked("input", {{.name = "self_attn.q_proj.weight",
+                               .shape = {2 * q_rows, hidden},
+                               .turns = {c.head_size * hidden, c.head_size * hidden}},
+                              {"self_attn.k_proj.weight", {kv_rows, hidden}},
+                              {"self_attn.v_proj.weight", {kv_rows, hidden}}});
+      specs.norm("q_norm", c.head_size, "self_attn.q_norm.weight");
+      specs.norm("k_norm", c.head_size, "self_attn.k_norm.weight");
+      specs.matrix("output", {hidden, q_rows}, "self_attn.o_proj.weight");
     } else {
-      const std::string attention = hub + "linear_attn.";
-      add(matrix(own + "input", {c.channels() + c.values() + 2 * c.value_heads, hidden}, "")).parts = {
-          {.name = attention + "in_proj_qkv.weight",
-           .shape = {c.channels(), hidden},
-           .turns = {c.keys() * hidden, c.keys() * hidden, c.values() * hidden}},
-          {attention + "in_proj_z.weight", {c.values(), hidden}},
-          {attention + "in_proj_b.weight", {c.value_heads, hidden}},
-          {attention + "in_proj_a.weight", {c.value_heads, hidden}}};
-      ParameterSpec& convolution = add(matrix(own + "convolution", {c.channels(), c.kernel}, ""));
-      convolution.parts = {{attention + "conv1d.weight", {c.channels(), 1, c.kernel}}};
-      convolution.rule = UpdateRule::kAdamW;
+      specs.stacked("input", {{.name = "linear_attn.in_proj_qkv.weight",
+                               .shape = {c.channels(), hidden},
+                               .turns = {c.keys() * hidden, c.keys() * hidden, c.values() * hidden}},
+                              {"linear_attn.in_proj_z.weight", {c.values(), hidden}},
+                              {"linear_attn.in_proj_b.weight", {c.value_heads, hidden}},
+                              {"linear_attn.in_proj_a.weight", {c.value_heads, hidden}}});
+      ParameterSpec& convolution =
+          specs.matrix("convolution", {c.channels(), c.kernel}, "linear_attn.conv1d.weight", UpdateRule::kAdamW);
+      convolution.parts[0].shape = {c.channels(), 1, c.kernel};
       convolution.decay = false;
-      add(constant_spec(own + "a_log", {c.value_heads}, attention + "A_log", 16)).init = InitKind::kLogUniform;
-      add(constant_spec(own + "dt_bias", {c.value_heads}, attention + "dt_bias", 1));
-      add(constant_spec(own + "value_norm", {c.value_size}, attention + "norm.weight", 1));
-      add(matrix(own + "output", {hidden, c.values()}, attention + "out_proj.weight"));
+      specs.constant("a_log", {c.value_heads}, "linear_attn.A_log", 16).init = InitKind::kLogUniform;
+      specs.constant("dt_bias", {c.value_heads}, "linear_attn.dt_bias", 1);
+      specs.constant("value_norm", {c.value_size}, "linear_attn.norm.weight", 1);
+      specs.matrix("output", {hidden, c.values()}, "linear_attn.out_proj.weight");
     }
-    add(constant_spec(own + "post_norm", {hidden}, hub + "post_attention_layernorm.weight", 0));
-    add(adamw(matrix(own + "router", {c.shape.experts, hidden}, mlp + "gate.weight")));
-    add(adamw(matrix(own + "shared.gate", {1, hidden}, mlp + "shared_expert_gate.weight")));
-    add_mlp(specs, own + "shared.", {mlp + "shared_expert."}, c.shared_inner, false);
-    std::vector<std::string> experts;
-    for (int64_t e = 0; e < c.shape.experts; ++e) experts.push_back(fmt::format("{}experts.{}.", mlp, e));
-    add_mlp(specs, own + "experts.", experts, c.intermediate, true);
-    return specs;
+    specs.norm("post_norm", hidden, "post_attention_layernorm.weight");
+    specs.matrix("router", {c.shape.experts, hidden}, "mlp.gate.weight", UpdateRule::kAdamW);
+    specs.matrix("shared.gate", {1, hidden}, "mlp.shared_expert_gate.weight", UpdateRule::kAdamW);
+    specs.mlp("shared", "mlp.shared_expert", c.shared_inner);
+    specs.experts("mlp.experts", c.intermediate);
+    return specs.take();
   }
 
-  std::unique_ptr<DecoderLayer> make_layer(int64_t layer, const ParameterTable& table,
-                                           at::Device device) const override {
-    if (!rope_.cos.defined()) {
-      rope_ = make_rope_table(rope_inverse_frequencies(config_.rope_theta, config_.rotary_size),
-                              config_.shape.max_position, 1.0, device);
-    }
-    return std::make_unique<Qwen35MoeLayer>(config_, layer, table, rope_);
+  std::unique_ptr<DecoderLayer> make_layer(int64_t layer, const ParameterTable& table) const override {
+    return std::make_unique<Qwen35MoeLayer>(config_, layer, table);
   }
 
   double mixing_flops_per_token(int64_t seq_len) const override {
@@ -284,7 +261,7 @@ class Qwen35Moe final : public MoeModel {
 
   ActivationBytes activation_bytes(int64_t layer, int64_t element) const override {
     const Qwen35MoeConfig& c = config_;
-    const int64_t hidden = c.shape.hidden, experts = c.shape.experts, inner = c.intermediate, shared = c.shared_inner;
+    const int64_t hidden = c.shape.hidden, experts = c.shape.experts, shared = c.shared_inner;
     ActivationBytes bytes;
     // Input, normed, residual, normed again; gate and up of the shared expert, activated, and its result. In fp32 the
     // router's logits and their log-sum-exp, experts and weights.
@@ -312,25 +289,12 @@ class Qwen35Moe final : public MoeModel {
       bytes.chunk_ring_kept = 4 * keys * (2 * c.key_size + 2 * c.value_size);
       bytes.token_ring = element * (4 * keys + 2 * values);
     }
-    bytes.expert_row = element * (hidden + 2 * inner + inner) + 4;  // row, gate and up, activated, weight
-    bytes.expert_row_cheap = element * (hidden + inner);
-    // The gradient of the result, and then those of activated, gate and up, or that of the row.
-    bytes.expert_row_backward = element * (hidden + std::max(hidden, 3 * inner));
+    count_swiglu_experts(bytes, element, hidden, c.intermediate);
     return bytes;
   }
 
  private:
-  ParameterSpec matrix(std::string name, std::vector<int64_t> shape, std::string hub_name) const {
-    return matrix_spec(std::move(name), std::move(shape), std::move(hub_name), config_.shape.initializer_range);
-  }
-
-  void add_mlp(std::vector<ParameterSpec>& specs, const std::string& own, const std::vector<std::string>& hubs,
-               int64_t inner, bool expert) const {
-    add_mlp_specs(specs, own, hubs, config_.shape.hidden, inner, expert, config_.shape.initializer_range);
-  }
-
   Qwen35MoeConfig config_;
-  mutable RopeTable rope_;  // made once, shared by the layers
 };
 
 }  // namespace

@@ -22,13 +22,14 @@ void in_layer(int64_t layer, const char* direction, const Work& work) {
 Executor::Executor(const MoeModel& model, const ModelParts& parts, ParameterStore& store, BalanceTracker* tracker,
                    const Options& options)
     : model_(&model), parts_(parts), store_(&store), options_(options), device_(store.options().device) {
+  rope_ = model.rope_table(device_);
   layer_options_ = {parts.experts,           tracker,         options.recompute_layers,
                     options.recompute_cheap, options.overlap, &rows_sent_};
   for (int64_t slot = 0; slot < parts.pipeline.slots(); ++slot) {
     const auto [first, last] = parts.layers(slot, model.shape());
     for (int64_t layer = first; layer < last; ++layer) {
       Layer& own = layers_[layer];
-      own.layer = model.make_layer(layer, store.table(), device_);
+      own.layer = model.make_layer(layer, store.table());
       own.groups = store.groups_of(fmt::format("layers.{}", layer));
     }
   }
@@ -83,7 +84,8 @@ void Executor::run(const PipelineAction& action) {
 
 void Executor::run_passes(const PipelinePass& forward, const PipelinePass& backward, bool weight_grads) {
   Flight* down = forward ? &start_forward(forward) : nullptr;
-  Flight* up = backward ? &start_backward(backward) : nullptr;
+  Flight* up = backward ? &flights_.at({backward.slot, backward.micro_batch}) : nullptr;
+  if (up != nullptr && !parts_.has_head(backward.slot)) up->values = take(false, backward);
   run_layers(forward, down, backward, up, weight_grads);
   if (down != nullptr) finish_forward(forward, *down);
   if (up != nullptr) finish_backward(backward, *up, weight_grads);
@@ -120,6 +122,7 @@ Executor::Flight& Executor::start_forward(const PipelinePass& pass) {
   flight.batch = made_batch(pass.micro_batch);
   if (pass.slot == parts_.pipeline.slots() - 1) batches_.erase(pass.micro_batch);  // the last chunk to read it
   LayerContext& context = flight.batch.context;
+  context.rope = rope_;
   context.weight_grads = &flight.weight_grads;
   context.forced_routing = options_.forced_routing;
   context.deterministic = options_.deterministic;
@@ -174,12 +177,6 @@ void Executor::run_head(const PipelinePass& pass, Flight& flight) {
   }
   release(head_);
   release(tied_);
-}
-
-Executor::Flight& Executor::start_backward(const PipelinePass& pass) {
-  Flight& flight = flights_.at({pass.slot, pass.micro_batch});
-  if (!parts_.has_head(pass.slot)) flight.values = take(false, pass);
-  return flight;
 }
 
 void Executor::start_layer_backward(Flight& flight, int64_t layer) {
@@ -283,22 +280,19 @@ void Executor::end_step() {
   source_ = nullptr;
 }
 
-// Where it is needed, not ahead: a GPU's receive keeps processors busy until its message comes, and stretched the
-// work beside it by a third; and in the first step it waits for kernels that cannot be loaded meanwhile.
-at::Tensor Executor::receive(Link& link) {
-  const at::Tensor values =
-      at::empty(message_shape_, at::TensorOptions(device_).dtype(store_->options().working_dtype));
-  link.channel->receive(values, &link == &from_previous_ ? 0 : 1).wait();
-  return values;
-}
-
+// Received where it is needed, not ahead: a GPU's receive keeps processors busy until its message comes, and stretched
+// the work beside it by a third; and in the first step it waits for kernels that cannot be loaded meanwhile.
 at::Tensor Executor::take(bool forward, const PipelinePass& pass) {
   const int64_t from = source_rank(parts_.pipeline, parts_.pipeline_rank, forward, pass.slot);
-  Link& link = from < parts_.pipeline_rank ? from_previous_ : from_next_;
+  const bool previous = from < parts_.pipeline_rank;
+  Link& link = previous ? from_previous_ : from_next_;
   const std::tuple wanted(forward, pass.slot, pass.micro_batch);
   while (!mail_.contains(wanted)) {
     const PipelineMessage& message = link.messages.at(link.received++);
-    mail_.emplace(std::tuple(message.forward, message.pass.slot, message.pass.micro_batch), receive(link));
+    const auto options = at::TensorOptions(device_).dtype(store_->options().working_dtype);
+    const at::Tensor values = at::empty(message_shape_, options);
+    link.channel->receive(values, previous ? 0 : 1).wait();
+    mail_.emplace(std::tuple(message.forward, message.pass.slot, message.pass.micro_batch), values);
     if (timer_ != nullptr) timer_->input_arrived();
   }
   return std::move(mail_.extract(wanted).mapped());

@@ -78,12 +78,10 @@ class Executor {
   void finish_layer(Flight& flight, int64_t layer);
   void finish_forward(const PipelinePass& pass, Flight& flight);
   void run_head(const PipelinePass& pass, Flight& flight);
-  Flight& start_backward(const PipelinePass& pass);
   void start_layer_backward(Flight& flight, int64_t layer);
   void finish_layer_backward(const PipelinePass& pass, Flight& flight, int64_t layer, bool weight_grads);
   void finish_backward(const PipelinePass& pass, Flight& flight, bool weight_grads);
 
-  at::Tensor receive(Link& link);
   at::Tensor take(bool forward, const PipelinePass& pass);
   void hand_on(bool forward, const PipelinePass& pass, at::Tensor values);
   void wait_for_oldest_send();
@@ -102,6 +100,7 @@ class Executor {
   int64_t rows_sent_ = 0;
   Options options_;
   at::Device device_;
+  RopeTable rope_;
   std::map<int64_t, Layer> layers_;  // of this rank, by index in the model
   Groups embedding_, head_;          // empty where another rank has them
   Groups tied_;                      // what the head reads beside its own: the embedding, or nothing

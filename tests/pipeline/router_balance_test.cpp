@@ -59,9 +59,10 @@ TEST(RouterBalance, TheGradientIsAutogradsOfCoefficientTimesLoss) {
 
   const std::vector<int32_t> starts(32, 0);
   const MicroBatch batch = make_micro_batch(tokens[0], starts, starts, 1, 32, false, at::kCPU);
-  const auto layer = toy.model().make_layer(0, toy.store().table(), at::kCPU);
+  const auto layer = toy.model().make_layer(0, toy.store().table());
   WeightGradQueue queue;
   LayerContext context = batch.context;
+  context.rope = toy.model().rope_table(at::kCPU);
   context.weight_grads = &queue;
   at::Tensor normed;
   {
