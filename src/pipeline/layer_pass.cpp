@@ -1,7 +1,5 @@
 #include "pipeline/layer_pass.h"
 
-#include "ops/rows.h"
-
 namespace marrow {
 
 void LayerPass::start_forward(const at::Tensor& hidden, const LayerContext& shared) {
@@ -30,10 +28,8 @@ void LayerPass::attend(const at::Tensor& hidden, bool first_time) {
     return std::vector<at::Tensor>{out.residual, out.normed, out.routing.weights};
   });
   if (dense()) return;
-  if (BalanceTracker* tracker = options_.tracker; tracker != nullptr) {
-    const int64_t tokens = hidden.size(0);
-    if (first_time) tracker->record(index_, routing_, tokens, *context_.balance);
-    if (!first_time) tracker->repeat(index_, routing_, tokens, *context_.balance);
+  if (options_.tracker != nullptr) {
+    options_.tracker->record(index_, routing_, hidden.size(0), *context_.balance, first_time);
   }
   if (options_.experts == nullptr) return;
   exchange_.emplace(*options_.experts, routing_.counts.size(1), options_.overlap);
@@ -98,26 +94,19 @@ void LayerPass::start_backward(const at::Tensor& d_output) {
   }
   combine_again_.restore();
   values_ = combine_.backward({d_output});  // of residual, normed, rows
-  if (!exchange_) return;
-  exchange_->start_combine_backward(values_.back());
-  values_.pop_back();
+  if (exchange_) exchange_->start_combine_backward(std::exchange(values_.back(), {}));
 }
 
 void LayerPass::run_experts_backward() {
   if (dense()) return;
-  std::vector<at::Tensor> d_rows(1);
-  if (exchange_) {
-    d_rows[0] = exchange_->finish_combine_backward();
-  } else {
-    d_rows[0] = std::move(values_.back());
-    values_.pop_back();
-  }
+  const at::Tensor d_rows = exchange_ ? exchange_->finish_combine_backward() : std::move(values_.back());
+  values_.pop_back();
   experts_again_.restore();
   // Only the first product's weight gradient reads the rows, when it comes to it.
   if (options_.recompute_cheap) {
     context_.weight_grads->push([rows = std::exchange(rows_again_, {})]() mutable { rows.restore(); });
   }
-  const auto d_tokens = experts_.backward(d_rows);  // of rows or `normed`, and weights
+  const auto d_tokens = experts_.backward({d_rows});  // of rows or `normed`, and weights
   if (exchange_) {
     exchange_->start_dispatch_backward(d_tokens[0], d_tokens[1]);
     return;

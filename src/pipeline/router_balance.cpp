@@ -31,36 +31,32 @@ void BalanceTracker::begin_step(const StepSizes& sizes) {
   global_gradient_ = balance_gradient(previous_counts_ / total, sizes.tokens, options_.coef);
 }
 
-BalanceTracker::GroupSums BalanceTracker::group_sums(const RouterOutput& routing, int64_t tokens) const {
-  GroupSums sums{routing.counts, routing.probability_sums, tokens / routing.counts.size(0)};
-  if (!by_group() || options_.context == nullptr) return sums;
-  const at::Tensor both = at::stack({sums.counts.to(at::kFloat), sums.probability_sums});
-  options_.context->all_reduce(both).wait();
-  return {both.select(0, 0), both.select(0, 1), sums.tokens * options_.context->size()};
-}
-
-void BalanceTracker::record(int64_t layer, const RouterOutput& routing, int64_t tokens, RouterBalance& balance) {
-  counts_.select(0, layer).add_(routing.counts.sum(0));
-  probability_sums_.select(0, layer).add_(routing.probability_sums.sum(0));
-  const GroupSums sums = group_sums(routing, tokens);
-  // Of ranks that share sequences one counts their losses.
-  if (by_group() && (options_.context == nullptr || options_.context->rank() == 0)) {
-    group_losses_.select(0, layer).add_(balance_loss(sums.counts, sums.probability_sums, sums.tokens, top_k_).sum());
+void BalanceTracker::record(int64_t layer, const RouterOutput& routing, int64_t tokens, RouterBalance& balance,
+                            bool first_time) {
+  if (first_time) {
+    counts_.select(0, layer).add_(routing.counts.sum(0));
+    probability_sums_.select(0, layer).add_(routing.probability_sums.sum(0));
   }
-  set_gradient(layer, sums, balance);
-}
-
-void BalanceTracker::repeat(int64_t layer, const RouterOutput& routing, int64_t tokens, RouterBalance& balance) const {
-  set_gradient(layer, group_sums(routing, tokens), balance);
-}
-
-void BalanceTracker::set_gradient(int64_t layer, const GroupSums& sums, RouterBalance& balance) const {
+  // Over whole groups: whole sequences, or whole micro-batches.
+  at::Tensor counts = routing.counts, probability_sums = routing.probability_sums;  // [G, E]
+  int64_t group_tokens = tokens / counts.size(0);
+  if (by_group() && options_.context != nullptr) {
+    const at::Tensor both = at::stack({counts.to(at::kFloat), probability_sums});
+    options_.context->all_reduce(both).wait();
+    counts = both.select(0, 0);
+    probability_sums = both.select(0, 1);
+    group_tokens *= options_.context->size();
+  }
+  // Of ranks that share sequences one counts their losses.
+  if (first_time && by_group() && (options_.context == nullptr || options_.context->rank() == 0)) {
+    group_losses_.select(0, layer).add_(balance_loss(counts, probability_sums, group_tokens, top_k_).sum());
+  }
   balance.z_loss_gradient = options_.z_loss / static_cast<double>(sizes_.tokens);
   if (options_.coef == 0.0) return;
   if (options_.mode == BalanceMode::kGlobal) balance.gradient = global_gradient_.narrow(0, layer, 1);
   if (!by_group()) return;
   const int64_t groups = options_.mode == BalanceMode::kMicro ? sizes_.micro_batches : sizes_.sequences;
-  balance.gradient = balance_gradient(expert_fractions(sums.counts, sums.tokens, top_k_), sums.tokens,
+  balance.gradient = balance_gradient(expert_fractions(counts, group_tokens, top_k_), group_tokens,
                                       options_.coef / static_cast<double>(groups));
 }
 

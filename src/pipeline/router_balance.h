@@ -28,12 +28,10 @@ class BalanceTracker {
   void begin_step(const StepSizes& sizes);
   // Groups that the router keeps apart in a micro-batch of `sequences` sequences.
   int64_t groups(int64_t sequences) const { return options_.mode == BalanceMode::kSequence ? sequences : 1; }
-  // Adds a micro-batch's statistics and returns, in `balance`, the gradient of its balance term.
-  // `tokens` is what this rank has of the micro-batch. Where sequences are shared, and the mode looks
-  // at each or at each micro-batch, the ranks that share them add theirs.
-  void record(int64_t layer, const RouterOutput& routing, int64_t tokens, RouterBalance& balance);
-  // A recomputed forward needs the same gradient again, and counts nothing twice.
-  void repeat(int64_t layer, const RouterOutput& routing, int64_t tokens, RouterBalance& balance) const;
+  // Adds a micro-batch's statistics and returns, in `balance`, the gradient of its balance term. `tokens` is what this
+  // rank has of the micro-batch. Where sequences are shared, and the mode looks at each or at each micro-batch, the
+  // ranks that share them add theirs. A recomputed forward (not `first_time`) needs the gradient again, and adds none.
+  void record(int64_t layer, const RouterOutput& routing, int64_t tokens, RouterBalance& balance, bool first_time);
   void end_step();  // adds up over all ranks
 
   // Of the step that ended last, on the device: [layers] fp32 each.
@@ -48,14 +46,7 @@ class BalanceTracker {
   at::Tensor bias() const { return bias_; }
 
  private:
-  // Sums over whole groups: whole sequences, or whole micro-batches.
-  struct GroupSums {
-    at::Tensor counts, probability_sums;  // [G, E]
-    int64_t tokens = 0;                   // of one group
-  };
   bool by_group() const { return options_.mode == BalanceMode::kMicro || options_.mode == BalanceMode::kSequence; }
-  GroupSums group_sums(const RouterOutput& routing, int64_t tokens) const;
-  void set_gradient(int64_t layer, const GroupSums& sums, RouterBalance& balance) const;
 
   int64_t experts_, top_k_;
   bool has_bias_;
