@@ -19,22 +19,20 @@ namespace marrow {
 namespace fs = std::filesystem;
 namespace {
 
-constexpr int32_t kBytesEndOfDocument = 256;
+constexpr int32_t kBytesEndOfDocument = 256;  // without a text
+
+std::vector<std::string> byte_texts() {
+  std::vector<std::string> texts(kBytesEndOfDocument + 1);
+  for (size_t byte = 0; byte < kBytesEndOfDocument; ++byte) texts[byte] = static_cast<char>(byte);
+  return texts;
+}
 
 class ByteTokenizer final : public Tokenizer {
  public:
-  ByteTokenizer() : Tokenizer("bytes", "bytes", kBytesEndOfDocument + 1, kBytesEndOfDocument) {}
+  ByteTokenizer() : Tokenizer("bytes", "bytes", byte_texts(), kBytesEndOfDocument) {}
   void encode(std::string_view text, std::vector<int32_t>& ids) const override {
     const auto* const bytes = reinterpret_cast<const uint8_t*>(text.data());
     ids.insert(ids.end(), bytes, bytes + text.size());
-  }
-  std::string decode(std::span<const int32_t> ids) const override {
-    std::string text;
-    for (const int32_t id : ids) {
-      if (id == kBytesEndOfDocument) continue;
-      text += id >= 0 && id < kBytesEndOfDocument ? std::string(1, static_cast<char>(id)) : kReplacementCharacter;
-    }
-    return text;
   }
 };
 
@@ -211,10 +209,9 @@ class BpeMerger {
 class BpeTokenizer final : public Tokenizer {
  public:
   BpeTokenizer(TokenizerSpec spec, const std::string& path, const std::string& hash, const TokenizerOptions& options)
-      : Tokenizer(path, hash, static_cast<int64_t>(spec.texts.size()), options.end_of_document),
+      : Tokenizer(path, hash, std::move(spec.texts), options.end_of_document),
         special_tokens_(options.special_tokens),
         nfc_(spec.nfc),
-        texts_(std::move(spec.texts)),
         stages_(std::move(spec.stages)),
         merger_(spec) {
     for (AddedToken token : spec.added_tokens) {
@@ -222,10 +219,10 @@ class BpeTokenizer final : public Tokenizer {
       (token.normalized ? normalized_tokens_ : raw_tokens_).add(token);
     }
     if (!end_of_document_) end_of_document_ = read_end_of_document(spec, path);
-    MARROW_CHECK(!end_of_document_ || (*end_of_document_ >= 0 && *end_of_document_ < vocab_size_), ExitCode::kUsage,
+    MARROW_CHECK(!end_of_document_ || (*end_of_document_ >= 0 && *end_of_document_ < vocab_size()), ExitCode::kUsage,
                  Fix("give --eod-id an id of this tokenizer"),
                  "{}: end-of-document id {} is outside of the vocabulary of {} ids", path, *end_of_document_,
-                 vocab_size_);
+                 vocab_size());
   }
 
   void encode(std::string_view text, std::vector<int32_t>& ids) const override {
@@ -247,14 +244,6 @@ class BpeTokenizer final : public Tokenizer {
     const size_t grown = scratch->classes.capacity() + scratch->heap.capacity() * 8;
     const std::lock_guard lock(mutex_);
     if (grown <= size_t{16} << 20) idle_.push_back(std::move(scratch));
-  }
-
-  std::string decode(std::span<const int32_t> ids) const override {
-    std::string text;
-    for (const int32_t id : ids) {
-      text += id >= 0 && id < vocab_size_ ? texts_[static_cast<size_t>(id)] : kReplacementCharacter;
-    }
-    return text;
   }
 
  private:
@@ -287,7 +276,6 @@ class BpeTokenizer final : public Tokenizer {
 
   bool special_tokens_, nfc_;
   AddedTokens raw_tokens_, normalized_tokens_;
-  std::vector<std::string> texts_;  // [vocab_size]
   std::vector<SplitStage> stages_;
   BpeMerger merger_;
   mutable std::mutex mutex_;
@@ -299,6 +287,14 @@ std::string hash_of_file(const std::string& text) {
 }
 
 }  // namespace
+
+std::string Tokenizer::decode(std::span<const int32_t> ids) const {
+  std::string text;
+  for (const int32_t id : ids) {
+    text += id >= 0 && id < vocab_size() ? texts_[static_cast<size_t>(id)] : kReplacementCharacter;
+  }
+  return text;
+}
 
 std::unique_ptr<Tokenizer> open_tokenizer(const std::string& name_or_path, const TokenizerOptions& options) {
   const bool is_bytes = name_or_path == "bytes";

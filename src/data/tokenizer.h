@@ -20,18 +20,18 @@ class Tokenizer {
   virtual void encode(std::string_view text, std::vector<int32_t>& ids) const = 0;
   // The bytes of `ids`, which need not be whole characters. An id with no text (a model's padded vocabulary has such)
   // becomes U+FFFD; `bytes` gives its end of document no text.
-  virtual std::string decode(std::span<const int32_t> ids) const = 0;
-  int64_t vocab_size() const { return vocab_size_; }  // highest id + 1
+  std::string decode(std::span<const int32_t> ids) const;
+  int64_t vocab_size() const { return std::ssize(texts_); }  // highest id + 1
   std::optional<int32_t> end_of_document() const { return end_of_document_; }
   const std::string& name() const { return name_; }  // "bytes" or the path of the tokenizer.json
   // Two tokenizers with one hash give the same ids: SHA-256 of the tokenizer.json (what sha256sum prints), or "bytes".
   const std::string& hash() const { return hash_; }
 
  protected:
-  Tokenizer(std::string name, std::string hash, int64_t vocab_size, std::optional<int32_t> end_of_document)
-      : name_(std::move(name)), hash_(std::move(hash)), vocab_size_(vocab_size), end_of_document_(end_of_document) {}
+  Tokenizer(std::string name, std::string hash, std::vector<std::string> texts, std::optional<int32_t> end_of_document)
+      : name_(std::move(name)), hash_(std::move(hash)), texts_(std::move(texts)), end_of_document_(end_of_document) {}
   std::string name_, hash_;
-  int64_t vocab_size_;
+  std::vector<std::string> texts_;  // of all ids
   std::optional<int32_t> end_of_document_;
 };
 

@@ -1,7 +1,6 @@
 #include "data/tokenizer_json.h"
 
 #include <algorithm>
-#include <array>
 #include <filesystem>
 #include <stdexcept>
 
