@@ -30,11 +30,8 @@ int run_eval(const CommandLine& args) {
                Fix("tokenize the text with the tokenizer that the model was trained with"),
                "{} was tokenized with {} (hash {}), the model {} trained with {}", args.text("data"),
                IndexedCorpus(args.text("data")).info()->tokenizer, given, args.positional(), trained_with);
-  EvaluationSizes sizes;
-  sizes.sequences = loader.samples_per_epoch();
-  sizes.micro_batch = args.integer("micro-batch", 1);
-  sizes.mask_documents = options.mask_documents;
-  const EvaluationResult result = evaluate_corpus(*model.executor, loader, model.device, sizes, args.logger());
+  const EvaluationResult result = evaluate_corpus(*model.executor, loader, model.device, loader.samples_per_epoch(),
+                                                  args.integer("micro-batch", 1), args.logger());
   const double perplexity = std::exp(result.loss);
   args.print(fmt::format("loss {:.6f}, perplexity {:.4f}, {} tokens in windows of {}", result.loss, perplexity,
                          result.targets, options.seq_len),

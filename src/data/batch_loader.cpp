@@ -3,17 +3,13 @@
 #include <algorithm>
 
 namespace marrow {
-namespace {
 
-std::vector<double> weights_of(const std::vector<CorpusWeight>& sources) {
-  std::vector<double> weights;
-  for (const CorpusWeight& source : sources) weights.push_back(source.weight);
-  return weights;
-}
-
-}  // namespace
-
-BatchLoader::BatchLoader(Options options) : options_(std::move(options)), blend_(weights_of(options_.sources)) {
+BatchLoader::BatchLoader(Options options)
+    : options_(std::move(options)), blend_([&] {
+        std::vector<double> weights;
+        for (const CorpusWeight& source : options_.sources) weights.push_back(source.weight);
+        return weights;
+      }()) {
   MARROW_CHECK(options_.seq_len >= 1, ExitCode::kUsage, Fix("set data.seq_len to 1 or more"),
                "seq_len is {}, expected at least 1", options_.seq_len);
   for (const CorpusWeight& source : options_.sources) corpora_.emplace_back(source.path);
@@ -31,10 +27,11 @@ BatchLoader::BatchLoader(Options options) : options_(std::move(options)), blend_
                  "corpus {} was tokenized with {}, whose vocabulary of {} exceeds the model's vocab_size {}",
                  corpus.prefix(), info.tokenizer, info.vocab_size, options_.vocab_size);
     if (known == nullptr) known = &corpus;
-    MARROW_CHECK(info.tokenizer_hash == known->info()->tokenizer_hash, ExitCode::kBadInput,
+    tokenizer_hash_ = known->info()->tokenizer_hash;
+    MARROW_CHECK(info.tokenizer_hash == tokenizer_hash_, ExitCode::kBadInput,
                  Fix("tokenize all corpora of a run with one tokenizer"),
                  "corpus {} was tokenized with {} (hash {}), but {} with {} (hash {})", corpus.prefix(), info.tokenizer,
-                 info.tokenizer_hash, known->prefix(), known->info()->tokenizer, known->info()->tokenizer_hash);
+                 info.tokenizer_hash, known->prefix(), known->info()->tokenizer, tokenizer_hash_);
   }
 }
 
@@ -76,7 +73,8 @@ SequenceBatch BatchLoader::load(int64_t first, int64_t count) const {
                       .seq_len = options_.seq_len,
                       .tokens = std::vector<int32_t>(size),
                       .targets = std::vector<int32_t>(size),
-                      .document_start = std::vector<int32_t>(size)};
+                      .document_start = std::vector<int32_t>(size),
+                      .mask_documents = options_.mask_documents};
   for (int64_t i = 0; i < count; ++i) fill(sample_at(first + i), i, batch);
   return batch;
 }
@@ -115,12 +113,6 @@ std::string BatchLoader::fingerprint() const {
                         blend_.per_period(static_cast<int64_t>(k)), blend_.period());
   }
   return text;
-}
-
-std::string BatchLoader::tokenizer_hash() const {
-  const auto known =
-      std::ranges::find_if(corpora_, [](const IndexedCorpus& corpus) { return corpus.info().has_value(); });
-  return known == corpora_.end() ? "" : known->info()->tokenizer_hash;
 }
 
 std::vector<std::string> BatchLoader::warnings() const {

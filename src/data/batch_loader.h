@@ -16,6 +16,7 @@ struct SequenceBatch {
   // [sequences, seq_len], position in the sequence where the document of this token begins; 0 for the one that runs in
   // from before, and everywhere without mask_documents.
   std::vector<int32_t> document_start;
+  bool mask_documents = false;
 };
 
 struct CorpusWeight {
@@ -52,7 +53,7 @@ class BatchLoader {
   // What the order and content of the data depend on, apart from seed and seq_len: per source its counts, tokenizer
   // hash, content hash and share. Paths do not enter.
   std::string fingerprint() const;
-  std::string tokenizer_hash() const;  // of all sources; "" where no PREFIX.json tells it
+  const std::string& tokenizer_hash() const { return tokenizer_hash_; }  // "" where no PREFIX.json of a source tells it
   std::vector<std::string> warnings() const;
 
  private:
@@ -69,6 +70,7 @@ class BatchLoader {
   Options options_;
   Blend blend_;
   std::vector<IndexedCorpus> corpora_;  // [sources]
+  std::string tokenizer_hash_;          // of them all
 };
 
 }  // namespace marrow

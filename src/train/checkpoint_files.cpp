@@ -56,13 +56,6 @@ bool is_complete(const std::string& folder) try {
   return false;
 }
 
-// Hidden first, so that a kill half-way leaves no damaged checkpoint behind.
-void remove_checkpoint(const std::string& folder) {
-  std::error_code ignored;
-  fs::rename(folder, staging_path(folder), ignored);
-  fs::remove_all(staging_path(folder), ignored);
-}
-
 }  // namespace
 
 std::vector<CheckpointTensor> checkpoint_tensors(const MoeModel& model, OptimizerName optimizer) {
@@ -271,7 +264,9 @@ void remove_old_checkpoints(const std::string& dir, int64_t keep, const std::str
     if (fs::path(folder).filename() == fs::path(saved).filename()) continue;
     const bool surplus = keep > 0 && complete >= keep;
     if (surplus || !fs::exists(fs::path(folder) / kCompleteMarker)) {
-      remove_checkpoint(folder);
+      std::error_code ignored;  // hidden first, so that a kill half-way leaves no damaged checkpoint behind
+      fs::rename(folder, staging_path(folder), ignored);
+      fs::remove_all(staging_path(folder), ignored);
     } else if (is_complete(folder)) {
       ++complete;
     }

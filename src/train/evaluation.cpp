@@ -4,18 +4,18 @@
 
 namespace marrow {
 
-MicroBatch to_micro_batch(const SequenceBatch& batch, bool mask_documents, const Mesh& mesh, at::Device device) {
+MicroBatch to_micro_batch(const SequenceBatch& batch, const Mesh& mesh, at::Device device) {
   return make_micro_batch(batch.tokens, batch.targets, batch.document_start, batch.sequences, batch.seq_len,
-                          mask_documents, device, mesh.shape.cp, mesh.c);
+                          batch.mask_documents, device, mesh.shape.cp, mesh.c);
 }
 
-EvaluationResult evaluate_corpus(Executor& executor, const BatchLoader& loader, at::Device device,
-                                 const EvaluationSizes& sizes, Logger& logger, const Mesh& mesh, Communicator* world,
+EvaluationResult evaluate_corpus(Executor& executor, const BatchLoader& loader, at::Device device, int64_t sequences,
+                                 int64_t micro_batch, Logger& logger, const Mesh& mesh, Communicator* world,
                                  StopSignal* stop) {
   // All ranks run equally many micro-batches of one size; sequences past the end have no target.
-  const int64_t ranks = mesh.data_ranks(), size = std::min(sizes.micro_batch, (sizes.sequences + ranks - 1) / ranks);
+  const int64_t ranks = mesh.data_ranks(), size = std::min(micro_batch, (sequences + ranks - 1) / ranks);
   const int64_t unit = size * ranks;
-  const int64_t micro_batches = (sizes.sequences + unit - 1) / unit;
+  const int64_t micro_batches = (sequences + unit - 1) / unit;
   double targets = 0;
   const auto start = std::chrono::steady_clock::now();
   double next_progress = 0.5;  // seconds since the start
@@ -31,10 +31,10 @@ EvaluationResult evaluate_corpus(Executor& executor, const BatchLoader& loader, 
     show_progress(index);
     const int64_t first = (index * ranks + mesh.data_rank()) * size;
     SequenceBatch batch = loader.load(first, size);
-    const int64_t kept = std::clamp<int64_t>(sizes.sequences - first, 0, size) * batch.seq_len;
+    const int64_t kept = std::clamp<int64_t>(sequences - first, 0, size) * batch.seq_len;
     std::fill(batch.targets.begin() + kept, batch.targets.end(), -1);
     if (mesh.p == 0 && mesh.c == 0) targets += std::ranges::count_if(batch.targets, [](int32_t t) { return t >= 0; });
-    return to_micro_batch(batch, sizes.mask_documents, mesh, device);
+    return to_micro_batch(batch, mesh, device);
   };
   // The device is waited for after each batch, and a pipeline filled anew: that should take little of it.
   const int64_t batch = stop == nullptr ? micro_batches : std::max<int64_t>(8, 4 * mesh.shape.pp);
@@ -53,7 +53,7 @@ EvaluationResult evaluate_corpus(Executor& executor, const BatchLoader& loader, 
   EvaluationResult result;
   result.targets = static_cast<int64_t>(sums[1].item<double>());
   MARROW_CHECK(result.targets > 0, ExitCode::kBadInput, Fix("give a longer corpus, or lower the sequence length"),
-               "no target token in {} sequences", sizes.sequences);
+               "no target token in {} sequences", sequences);
   result.loss = sums[0].item<double>() / static_cast<double>(result.targets);
   MARROW_CHECK(std::isfinite(result.loss), ExitCode::kDiverged,
                Fix("use an earlier checkpoint: these weights are damaged, or their run diverged"), "the loss is {}",

@@ -8,13 +8,7 @@
 namespace marrow {
 
 // What the rank at `mesh` reads of a batch.
-MicroBatch to_micro_batch(const SequenceBatch& batch, bool mask_documents, const Mesh& mesh, at::Device device);
-
-struct EvaluationSizes {
-  int64_t sequences = 0;    // the first so many of the loader
-  int64_t micro_batch = 1;  // sequences at once
-  bool mask_documents = false;
-};
+MicroBatch to_micro_batch(const SequenceBatch& batch, const Mesh& mesh, at::Device device);
 
 struct EvaluationResult {
   double loss = 0;  // mean over targets, in nats
@@ -22,11 +16,11 @@ struct EvaluationResult {
   bool stopped = false;  // before its end: there is no loss
 };
 
-// Waits for the device; shows progress. Data ranks take their share of the micro-batches; every rank of `world` (null:
-// this one alone) calls it and gets the same result. `stop` is asked between batches: where it asks on any rank, all
-// end after the same batch. Error (kBadInput) where no target is left.
-EvaluationResult evaluate_corpus(Executor& executor, const BatchLoader& loader, at::Device device,
-                                 const EvaluationSizes& sizes, Logger& logger, const Mesh& mesh = {},
+// Of the first `sequences`, `micro_batch` at once. Waits for the device; shows progress. Data ranks take their share of
+// the micro-batches; every rank of `world` (null: this one alone) calls it and gets the same result. `stop` is asked
+// between batches: where it asks on any rank, all end after the same batch. Error (kBadInput) where no target is left.
+EvaluationResult evaluate_corpus(Executor& executor, const BatchLoader& loader, at::Device device, int64_t sequences,
+                                 int64_t micro_batch, Logger& logger, const Mesh& mesh = {},
                                  Communicator* world = nullptr, StopSignal* stop = nullptr);
 
 }  // namespace marrow

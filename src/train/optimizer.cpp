@@ -61,7 +61,12 @@ void Optimizer::step(double learning_rate, int64_t step, const at::Tensor& loss)
   for (const FlatGroup& group : store_->groups()) {
     if (counts) add_sum_of_squares(group.own_grad, norm_);
   }
-  sum_over_ranks(loss);
+  if (world_ != nullptr) {
+    const at::Tensor sums = at::cat({norm_, loss});
+    world_->all_reduce(sums).wait();
+    norm_ = sums.narrow(0, 0, 1);
+    loss.copy_(sums.narrow(0, 1, 1));
+  }
   norm_.sqrt_();
   // As torch.nn.utils.clip_grad_norm_. A norm that is not finite must stop the update: infinity
   // would give a factor of 0, which stops it too.
@@ -78,14 +83,6 @@ void Optimizer::step(double learning_rate, int64_t step, const at::Tensor& loss)
     group.grad.narrow(0, group.end(), group.elements() - group.end()).zero_();
     store_->start_gather(group);  // beside the next groups' updates
   }
-}
-
-void Optimizer::sum_over_ranks(const at::Tensor& loss) {
-  if (world_ == nullptr) return;
-  const at::Tensor sums = at::cat({norm_, loss});
-  world_->all_reduce(sums).wait();
-  norm_ = sums.narrow(0, 0, 1);
-  loss.copy_(sums.narrow(0, 1, 1));
 }
 
 void Optimizer::update_muon(FlatGroup& group, double learning_rate) {

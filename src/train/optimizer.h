@@ -27,7 +27,6 @@ class Optimizer {
   at::Tensor grad_norm() const { return norm_; }
 
  private:
-  void sum_over_ranks(const at::Tensor& loss);
   void update_muon(FlatGroup& group, double learning_rate);
   void update_adamw(FlatGroup& group, double learning_rate, int64_t step);
 

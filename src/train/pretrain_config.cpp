@@ -313,14 +313,6 @@ std::map<std::string, std::string> read_tree(const toml::table& tree, const std:
   return places;
 }
 
-// Exactly one dimension may be "auto"; dp is by default, and gives way to another.
-void settle_automatic(PretrainConfig::MeshSizes& mesh, bool dp_is_given, const std::string& path) {
-  if (!dp_is_given && (mesh.pp == 0 || mesh.cp == 0 || mesh.ep == 0)) mesh.dp = 1;
-  const int automatic = (mesh.pp == 0) + (mesh.dp == 0) + (mesh.cp == 0) + (mesh.ep == 0);
-  MARROW_CHECK(automatic <= 1, ExitCode::kUsage, Fix("set all but one of mesh.pp, dp, cp and ep to a number"),
-               "{}: {} dimensions of [mesh] are \"auto\"", path, automatic);
-}
-
 // "name = value" of every key under its section's heading: line(key, name) prints one.
 std::string listing(const std::vector<Key>& keys,
                     const std::function<std::string(const Key&, const std::string&)>& line) {
@@ -345,7 +337,12 @@ PretrainConfig read_pretrain_config(const std::string& path, const std::vector<s
   PretrainConfig config;
   const auto places = read_tree(tree, all_keys(config), path);
   config.origin = {path, places};
-  settle_automatic(config.mesh, places.contains("mesh.dp"), path);
+  // One dimension may be "auto"; dp is by default, and gives way to another.
+  auto& mesh = config.mesh;
+  if (!places.contains("mesh.dp") && (mesh.pp == 0 || mesh.cp == 0 || mesh.ep == 0)) mesh.dp = 1;
+  const int automatic = (mesh.pp == 0) + (mesh.dp == 0) + (mesh.cp == 0) + (mesh.ep == 0);
+  MARROW_CHECK(automatic <= 1, ExitCode::kUsage, Fix("set all but one of mesh.pp, dp, cp and ep to a number"),
+               "{}: {} dimensions of [mesh] are \"auto\"", path, automatic);
 
   if (!places.contains("train.device")) config.train.device = have_gpu ? TrainDevice::kGpu : TrainDevice::kCpu;
   const bool gpu = config.train.device == TrainDevice::kGpu;

@@ -1,5 +1,7 @@
 #include "train/pretrain_loop.h"
 
+#include <torch/csrc/autograd/profiler_kineto.h>
+
 #include <filesystem>
 #include <random>
 
@@ -8,7 +10,6 @@
 #include "pipeline/model_setup.h"
 #include "train/evaluation.h"
 #include "train/memory_estimate.h"
-#include "train/step_trace.h"
 
 namespace marrow {
 namespace {
@@ -47,6 +48,20 @@ void check_same_tokenizer(const std::string& what, const std::string& hash, cons
                hash, other, other_hash);
 }
 
+// A Chrome/Perfetto trace of one step: operators on the host, kernels on the device; with `memory`, allocations and
+// frees too. One at a time.
+void start_trace(at::Device device, bool memory) {
+  using torch::profiler::impl::ActivityType;
+  std::set<ActivityType> activities = {ActivityType::CPU};
+  if (device.is_cuda()) activities.insert(ActivityType::CUDA);
+  // A profiler for GPUs that finds none calls that an error, on standard error; what it cannot do, it throws.
+  if (device.is_cpu()) setenv("KINETO_LOG_LEVEL", "99", /*overwrite=*/0);
+  const torch::profiler::impl::ProfilerConfig config(torch::profiler::impl::ProfilerState::KINETO,
+                                                     /*report_input_shapes=*/false, memory);
+  torch::autograd::profiler::prepareProfiler(config, activities);
+  torch::autograd::profiler::enableProfiler(config, activities);
+}
+
 constexpr const char* kRouterState = "router_state.json";
 
 std::vector<double> to_list(const at::Tensor& values) {
@@ -70,7 +85,13 @@ PretrainLoop::PretrainLoop(const PretrainConfig& config, Bootstrap& bootstrap, R
   open_run_folder();
   make_links();
   make_engine();
-  load_initial_state();
+  if (const auto checkpoint = checkpoint_to_resume()) {
+    resume_from(*checkpoint);
+  } else if (config_.model.init_from.empty()) {
+    store_->initialize(config_.train.seed);
+  } else {
+    initialize_from(config_.model.init_from);
+  }
   if (mesh_.rank != 0) return;
   write_text_file_atomically(config_.log.dir + "/run.toml", to_toml(config_));
   remove_timelines(config_.log.dir, state_.step);
@@ -210,16 +231,6 @@ void PretrainLoop::describe_run() {
   tokenizer_files_ = read_tokenizer_files(folder.empty() ? "." : folder);
 }
 
-void PretrainLoop::load_initial_state() {
-  if (const auto checkpoint = checkpoint_to_resume()) {
-    resume_from(*checkpoint);
-  } else if (config_.model.init_from.empty()) {
-    store_->initialize(config_.train.seed);
-  } else {
-    initialize_from(config_.model.init_from);
-  }
-}
-
 // The newest that every rank finds sound; each looks at a part of the files.
 std::optional<Checkpoint> PretrainLoop::checkpoint_to_resume() {
   const std::string& dir = config_.checkpoint.dir;
@@ -328,7 +339,7 @@ PretrainLoop::PendingStep PretrainLoop::launch_traced(int64_t step) {
   launched.values.values();  // all of the step must be in the trace
   const std::string rank = bootstrap_.size() > 1 ? fmt::format("-rank-{:04}", mesh_.rank) : "";
   const std::string path = fmt::format("{}/trace-{:08}{}.json", config_.log.dir, step, rank);
-  save_trace(path);
+  torch::autograd::profiler::disableProfiler()->save(path);  // JSON for ui.perfetto.dev and chrome://tracing
   const std::string timeline = timeline_path(config_.log.dir, step, mesh_.rank);
   write_text_file_atomically(timeline, timeline_json(timer.timeline(), mesh_text(config_.mesh)));
   logger_.info(fmt::format("step {}: trace in {}, timeline in {}", step, path, timeline));
@@ -339,8 +350,7 @@ PretrainLoop::PendingStep PretrainLoop::launch_traced(int64_t step) {
 MicroBatch PretrainLoop::load_micro_batch(int64_t index) const {
   const int64_t size = config_.train.micro_batch;
   const int64_t first = (index * mesh_.data_ranks() + mesh_.data_rank()) * size;
-  return to_micro_batch(loader_->load(state_.consumed_sequences + first, size), config_.data.mask_documents, mesh_,
-                        device_);
+  return to_micro_batch(loader_->load(state_.consumed_sequences + first, size), mesh_, device_);
 }
 
 PretrainLoop::PendingStep PretrainLoop::launch_step(int64_t step, ActionTimer* timer) {
@@ -422,9 +432,8 @@ void PretrainLoop::check_finite(int64_t step, double loss, double grad_norm) {
   MARROW_CHECK(state_.skipped_steps <= config_.train.skip_nonfinite, ExitCode::kDiverged,
                Fix("lower optimizer.lr or lengthen optimizer.warmup_steps and resume from the last "
                    "checkpoint; train.skip_nonfinite = N skips up to N such steps"),
-               "step {}: loss {} and gradient norm {} must be finite ({} such steps, "
-               "train.skip_nonfinite = {})",
-               step, loss, grad_norm, state_.skipped_steps, config_.train.skip_nonfinite);
+               "step {}: loss {} and gradient norm {} must be finite ({} such steps, train.skip_nonfinite = {})", step,
+               loss, grad_norm, state_.skipped_steps, config_.train.skip_nonfinite);
   logger_.warn(fmt::format("step {}: loss {}, gradient norm {}: update skipped ({} of {})", step, loss, grad_norm,
                            state_.skipped_steps, config_.train.skip_nonfinite));
 }
@@ -433,12 +442,9 @@ void PretrainLoop::validate(int64_t step) {
   double loss = 0;
   int64_t targets = 0;
   for (const BatchLoader& loader : validation_) {
-    EvaluationSizes sizes;
-    sizes.sequences = std::min(config_.data.validate_sequences, loader.samples_per_epoch());
-    sizes.micro_batch = config_.train.micro_batch;
-    sizes.mask_documents = config_.data.mask_documents;
-    const EvaluationResult result =
-        evaluate_corpus(*executor_, loader, device_, sizes, logger_, mesh_, links_.world.get(), stop_);
+    const int64_t sequences = std::min(config_.data.validate_sequences, loader.samples_per_epoch());
+    const EvaluationResult result = evaluate_corpus(*executor_, loader, device_, sequences, config_.train.micro_batch,
+                                                    logger_, mesh_, links_.world.get(), stop_);
     stopping_ = result.stopped;
     if (stopping_) return;
     loss += result.loss * static_cast<double>(result.targets);

@@ -40,7 +40,6 @@ class PretrainLoop {
   void make_links();
   void make_engine();
   void describe_run();
-  void load_initial_state();
   std::optional<Checkpoint> checkpoint_to_resume();
   void resume_from(const Checkpoint& checkpoint);
   void initialize_from(const std::string& path);

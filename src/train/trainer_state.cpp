@@ -2,7 +2,6 @@
 
 #include <fmt/ranges.h>
 
-#include <map>
 #include <set>
 
 #include "models/config_fields.h"
