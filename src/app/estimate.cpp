@@ -20,9 +20,7 @@ double memory_of_rank(const CommandLine& args, const PretrainConfig& config, int
 }
 
 int64_t largest(const RunEstimate& estimate) {
-  int64_t most = 0;
-  for (const RankMemory& rank : estimate.ranks) most = std::max(most, rank.total());
-  return most;
+  return std::ranges::max(estimate.ranks, {}, &RankMemory::total).total();
 }
 
 using Change = std::pair<const char*, void (*)(PretrainConfig&)>;
@@ -112,10 +110,8 @@ int run_estimate(const CommandLine& args) {
     json.field("activations", r.activations, "buffers", r.buffers, "outside", r.outside, "total", r.total());
     list += (i == 0 ? "" : ", ") + json.field("save_copy", r.save_copy).text();
   }
-  const auto& mesh = config.mesh;
-  std::string text = fmt::format(
-      "pp {} x dp {} x cp {} x ep {}, {} in {}, micro-batches of {} x {} tokens; GB a rank\n", mesh.pp, mesh.dp,
-      mesh.cp, mesh.ep, gpu ? "GPUs" : "CPUs", dtype, config.train.micro_batch, config.data.seq_len);
+  std::string text = fmt::format("{}, {} in {}, micro-batches of {} x {} tokens; GB a rank\n", mesh_text(config.mesh),
+                                 gpu ? "GPUs" : "CPUs", dtype, config.train.micro_batch, config.data.seq_len);
   text += table(estimate.ranks);
   if (gpu && config.train.dtype == TrainDtype::kFp8 && !config.train.fp8_at_any_size) text += fp8_table();
   if (config.checkpoint.async) text += fmt::format("a save copies {:.1f} GB a rank to host memory\n", in_gb(save_copy));

@@ -10,8 +10,7 @@ namespace {
 
 constexpr const char* kUseLessMemory =
     "lower train.micro_batch or data.seq_len, set train.recompute = \"cheap\" or \"layer\", or end other programs; "
-    "marrow doctor "
-    "shows what is free";
+    "marrow doctor shows what is free";
 
 Error fault(const std::string& what, const char* fix) {
   return {ExitCode::kDeviceFault, what, Fix(fix), __FILE__, __LINE__};

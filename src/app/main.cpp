@@ -43,12 +43,6 @@ __attribute__((no_sanitize("address", "undefined"))) void wait_passively(int, ch
 }
 __attribute__((section(".preinit_array"), used)) void (*const kBeforeLibraries)(int, char**, char**) = wait_passively;
 
-std::vector<Subcommand> all_commands() {
-  return {tokenize_command(), pretrain_command(), eval_command(),    generate_command(),
-          export_command(),   import_command(),   inspect_command(), report_command(),
-          plan_command(),     estimate_command(), doctor_command()};
-}
-
 std::string overview(const std::vector<Subcommand>& commands) {
   std::string out = "marrow: pretraining of mixture-of-experts language models\n\n";
   for (const Subcommand& command : commands) {
@@ -60,7 +54,9 @@ std::string overview(const std::vector<Subcommand>& commands) {
 }
 
 int dispatch(const std::vector<std::string>& words) {
-  const std::vector<Subcommand> commands = all_commands();
+  const std::vector<Subcommand> commands = {
+      tokenize_command(), pretrain_command(), eval_command(), generate_command(), export_command(), import_command(),
+      inspect_command(),  report_command(),   plan_command(), estimate_command(), doctor_command()};
   if (words.empty()) {
     std::fputs(overview(commands).c_str(), stderr);
     return static_cast<int>(ExitCode::kUsage);
@@ -86,11 +82,6 @@ int dispatch(const std::vector<std::string>& words) {
                "{} is not a subcommand; there are {}", json_quote(name), fmt::join(names, ", "));
 }
 
-int report_error(const Error& error, bool json) {
-  std::fputs(json ? (error.to_json() + "\n").c_str() : error.to_text().c_str(), stderr);
-  return static_cast<int>(error.report().code);
-}
-
 }  // namespace
 }  // namespace marrow
 
@@ -107,6 +98,8 @@ int main(int argc, char** argv) {
     std::this_thread::sleep_for(std::chrono::milliseconds(300));
     return failure.code;
   } catch (...) {
-    return marrow::report_error(marrow::current_error(), json);
+    const marrow::Error error = marrow::current_error();
+    std::fputs(json ? (error.to_json() + "\n").c_str() : error.to_text().c_str(), stderr);
+    return static_cast<int>(error.report().code);
   }
 }
