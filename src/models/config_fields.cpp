@@ -1,5 +1,7 @@
 #include "models/config_fields.h"
 
+#include "ops/cuda_kernels.h"
+
 namespace marrow {
 namespace {
 
@@ -76,11 +78,11 @@ ModelShape read_shape(const Json& config) {
 
 ModelShape read_moe_shape(const Json& config) {
   ModelShape shape = read_shape(config);
-  shape.experts = size_of(config, config.has("num_experts") ? "num_experts" : "num_local_experts", 1e5);
+  shape.experts = size_of(config, config.has("num_experts") ? "num_experts" : "num_local_experts", kRouterMaxExperts);
   if (config.int_or("num_local_experts", shape.experts) != shape.experts) {
     refuse(config.at("num_local_experts"), fmt::format("num_experts = {}", shape.experts));
   }
-  shape.top_k = size_of(config, "num_experts_per_tok", static_cast<double>(shape.experts));
+  shape.top_k = size_of(config, "num_experts_per_tok", static_cast<double>(std::min(shape.experts, kRouterMaxTopK)));
   return shape;
 }
 
@@ -92,7 +94,8 @@ std::vector<bool> read_layer_types(const Json& config, int64_t layers, const std
   std::vector<bool> is_yes;
   for (const Json& type : types.elements()) {
     is_yes.push_back(type.as_string() == yes);
-    if (!is_yes.back() && type.as_string() != no) refuse(type, fmt::format("\"{}\" or \"{}\"", yes, no));
+    if (is_yes.back() || type.as_string() == no) continue;
+    refuse(type, yes == no ? json_text(yes) : fmt::format("\"{}\" or \"{}\"", yes, no));
   }
   return is_yes;
 }

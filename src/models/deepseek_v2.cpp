@@ -4,6 +4,7 @@
 #include "models/families.h"
 #include "models/family_specs.h"
 #include "models/layer_operators.h"
+#include "ops/cuda_kernels.h"
 #include "ops/linear.h"
 #include "ops/mla_rope.h"
 #include "ops/rms_norm.h"
@@ -41,7 +42,8 @@ void refuse_unsupported(const Json& config) {
   check_is(config, "moe_layer_freq", "1");
   check_is(config, "rope_interleave", "true");
   check_is(config, "scoring_func", is_v3(config) ? "\"sigmoid\"" : "\"softmax\"");
-  check_is(config, "num_key_value_heads", config.at("num_attention_heads").dump());
+  check_is(config, "partial_rotary_factor", "1");
+  check_is(config, "num_key_value_heads", json_text(size_of(config, "num_attention_heads")));
   check_is(config, "head_dim", config.at("qk_rope_head_dim").dump());
   check_is(config, "qk_head_dim",
            json_text(config.at("qk_nope_head_dim").as_int() + config.at("qk_rope_head_dim").as_int()));
@@ -52,7 +54,7 @@ void refuse_unsupported(const Json& config) {
 
 RouterOptions read_routing(const Json& config, int64_t experts) {
   RouterOptions routing;
-  routing.top_k = size_of(config, "num_experts_per_tok");
+  routing.top_k = size_of(config, "num_experts_per_tok", kRouterMaxTopK);
   routing.scale = config.at("routed_scaling_factor").as_double();
   check_within(config, "routed_scaling_factor", routing.scale, 1e-6, 1e6);
   routing.sigmoid = is_v3(config);
@@ -62,11 +64,14 @@ RouterOptions read_routing(const Json& config, int64_t experts) {
     if (method != "group_limited_greedy" && !is_v3(config)) {
       refuse(config.at("topk_method"), "\"greedy\" or \"group_limited_greedy\"");
     }
-    routing.expert_groups = size_of(config, "n_group", 32);
+    routing.expert_groups = size_of(config, "n_group", kRouterMaxExpertGroups);
     routing.top_groups = size_of(config, "topk_group");
   }
   const int64_t groups = routing.expert_groups;
   if (experts % groups != 0) refuse(config.at("n_group"), fmt::format("a divisor of the {} experts", experts));
+  if (routing.sigmoid && groups > 1 && groups > experts / 2) {  // a group's score is that of its two best
+    refuse(config.at("n_group"), fmt::format("at most {}, half of the experts", experts / 2));
+  }
   if (routing.top_groups > groups) refuse(config.at("topk_group"), fmt::format("at most n_group = {}", groups));
   if (routing.top_k > routing.top_groups * (experts / groups)) {
     refuse(config.at("num_experts_per_tok"),
@@ -83,7 +88,7 @@ DeepseekConfig read_config(const Json& config) {
   if (c.shape.moe_layers() < 1) {
     refuse(config.at("first_k_dense_replace"), fmt::format("less than num_hidden_layers = {}", c.shape.layers));
   }
-  c.shape.experts = size_of(config, "n_routed_experts", 1e5);
+  c.shape.experts = size_of(config, "n_routed_experts", kRouterMaxExperts);
   c.routing = read_routing(config, c.shape.experts);
   c.shape.top_k = c.routing.top_k;
   for (int64_t layer = c.shape.dense_layers; is_v3(config) && layer < c.shape.layers; ++layer) {

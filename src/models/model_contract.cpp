@@ -1,5 +1,6 @@
 #include "models/model_contract.h"
 
+#include "models/config_fields.h"
 #include "models/families.h"
 #include "models/family_specs.h"
 #include "ops/rms_norm.h"
@@ -79,7 +80,7 @@ void check_elements(const Json& config, const std::vector<ParameterSpec>& specs)
 std::unique_ptr<MoeModel> open_model(const Json& config) {
   auto model = open_family(config);
   check_elements(config, model->embedding_specs());
-  for (const int64_t layer : {int64_t{0}, model->shape().layers - 1}) check_elements(config, model->layer_specs(layer));
+  for (int64_t layer = 0; layer < model->shape().layers; ++layer) check_elements(config, model->layer_specs(layer));
   return model;
 }
 
@@ -90,6 +91,7 @@ Json language_model_config(const Json& config) {
     }
     return config;
   }
+  refuse_quantised(config);
   const Json text = config.at("text_config");
   const std::string family = config.at("model_type").as_string() + "_text", tied = "tie_word_embeddings";
   if (text.string_or("model_type", family) != family) {

@@ -25,9 +25,11 @@ Qwen3MoeConfig read_config(const Json& config) {
   check_is(config, "use_sliding_window", "false");
   check_is(config, "decoder_sparse_step", "1");
   check_is(config, "mlp_only_layers", "[]");
+  check_is(config, "partial_rotary_factor", "1");
   refuse_quantised(config);
   Qwen3MoeConfig c;
   c.shape = read_moe_shape(config);
+  if (given(config, "layer_types")) read_layer_types(config, c.shape.layers, "full_attention", "full_attention");
   c.heads = size_of(config, "num_attention_heads");
   c.kv_heads = size_of(config, "num_key_value_heads");
   check_divides(config, "num_attention_heads", "num_key_value_heads");

@@ -49,7 +49,9 @@ class Estimator {
     // Messages: being received, arrived early, sent and not waited for; and rows of experts in both directions.
     const int64_t pp = config_.mesh.pp, messages = (pp > 1 ? 2 * pp + 5 : 0) * hidden_ + std::llround(4 * moved_);
     memory.outside = outside(mesh.shape);
-    memory.buffers = memory.outside + messages + (store.options().by_layer ? passing_layers() : 0) +
+    const auto& shape = model_.shape();
+    const int64_t rope = 8 * shape.max_position * static_cast<int64_t>(shape.rope_frequencies.size());  // cos and sin
+    memory.buffers = memory.outside + messages + rope + (store.options().by_layer ? passing_layers() : 0) +
                      std::llround(kSlack * static_cast<double>(memory.activations + messages)) +
                      (gpu_ ? kWorkspaces : 0);
     memory.save_copy = memory.optimizer;

@@ -280,7 +280,7 @@ void PretrainLoop::initialize_from(const std::string& path) {
     folder = checkpoint.folder();
   }
   check_same_model(Json::read_file(folder + "/config.json", ExitCode::kUsage),
-                   Json::parse(model_config_text_, config_.model.config, ExitCode::kUsage));
+                   Json::parse(model_config_text_, config_.model.config, ExitCode::kUsage), folder);
   load_weights(*model_, folder, *store_, tracker_->bias());
   logger_.info(fmt::format("initial weights from {}", path));
 }

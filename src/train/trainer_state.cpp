@@ -10,10 +10,16 @@
 namespace marrow {
 namespace {
 
-void check_equal(std::string_view key, const std::string& saved, const std::string& current) {
-  MARROW_CHECK(saved == current, ExitCode::kUsage,
-               Fix("set {} back to {}, or start a run of its own with another log.dir", key, saved),
-               "cannot resume: {} is {}, but the checkpoint was saved with {}", key, current, saved);
+// weights_of: whose weights a run of its own begins with; empty: it goes on.
+void check_equal(std::string_view key, const std::string& saved, const std::string& current,
+                 const std::string& weights_of = "") {
+  const auto shown = [](const std::string& value) { return value.empty() ? "absent" : value; };
+  const std::string change = saved.empty() ? fmt::format("remove {}", key) : fmt::format("set {} to {}", key, saved);
+  MARROW_CHECK(saved == current || weights_of.empty(), ExitCode::kUsage,
+               Fix("{}, or edit config.json in a copy of that folder", change),
+               "{} is {}, but in the config.json of {} {}", key, shown(current), weights_of, shown(saved));
+  MARROW_CHECK(saved == current, ExitCode::kUsage, Fix("{}, or start a run of its own with another log.dir", change),
+               "cannot resume: {} is {}, but the checkpoint was saved with {}", key, shown(current), shown(saved));
 }
 
 // What RoPE does beyond rope_theta, in either of the Hub's styles.
@@ -64,19 +70,24 @@ void read_value(const Json& json, std::string& value) { value = json.as_string()
 
 }  // namespace
 
-void check_same_model(const Json& saved_config, const Json& current_config) {
+void check_same_model(const Json& saved_config, const Json& current_config, const std::string& weights_of) {
   // As an export writes them: with the defaults, and in both styles.
   const auto exported = [](const Json& config) {
     return Json::parse(hub_config(config, at::kFloat, -1), config.origin());
   };
   const Json saved = exported(saved_config), current = exported(current_config);
   // Fields that say how the file was written, not what the model computes.
-  const std::set<std::string, std::less<>> ignored{
+  std::set<std::string, std::less<>> ignored{
       "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures", "output_router_logits",
       "eos_token_id", "bos_token_id", "pad_token_id", "_name_or_path", "num_nextn_predict_layers", "num_mtp_layers",
-      "mtp_num_hidden_layers",
+      "mtp_num_hidden_layers", "max_window_layers", "pretraining_tp", "initializer_range",
       // Of these, two keys below say the same.
       "rope_parameters", "partial_rotary_factor"};
+  if (!weights_of.empty()) {  // what the new run trains with, and how far its positions go
+    ignored.insert({"router_aux_loss_coef", "aux_loss_alpha"});
+    const char* positions = "max_position_embeddings";
+    if (current.at(positions).as_int() >= saved.at(positions).as_int()) ignored.insert(positions);
+  }
   std::set<std::string> keys{"rope_theta", "rope_scaling", "num_experts"};
   for (const Json& config : {saved, current}) {
     for (const auto& [key, value] : config.items()) keys.insert(key);
@@ -85,7 +96,7 @@ void check_same_model(const Json& saved_config, const Json& current_config) {
     // Of a field that only one style has, num_experts above says the same.
     const bool one_style = key == "num_local_experts";
     if (ignored.contains(key) || (one_style && !(saved.has(key) && current.has(key)))) continue;
-    check_equal(key + " of model.config", field_text(saved, key), field_text(current, key));
+    check_equal(key + " of model.config", field_text(saved, key), field_text(current, key), weights_of);
   }
 }
 

@@ -27,8 +27,9 @@ std::string to_json(const TrainerState& state);
 TrainerState parse_trainer_state(const Json& json);
 
 // Errors (kUsage), naming the field and both values, unless two config.json are of one model: they
-// may differ in fields that change nothing of what it computes.
-void check_same_model(const Json& saved, const Json& current);
+// may differ in fields that change nothing of what it computes. weights_of: where a run of its own takes its weights
+// from, which may also have another balance coefficient and more positions.
+void check_same_model(const Json& saved, const Json& current, const std::string& weights_of = "");
 
 // Errors (kUsage), naming the config key and both values, unless a run of `current` and `current_config` (config.json)
 // goes on where `saved` stopped. Steps, mesh, log, checkpoint, global batch and learning rate may differ.

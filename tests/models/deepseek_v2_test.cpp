@@ -2,6 +2,7 @@
 
 #include <filesystem>
 
+#include "models/config_changes.h"
 #include "models/families.h"
 
 namespace marrow {
@@ -150,6 +151,16 @@ TEST(DeepseekV2, WhatIsNotSupportedIsNamed) {
       EXPECT_EQ(error.report().code, ExitCode::kUsage);
     }
   }
+}
+
+// What the router's kernel does not take.
+TEST(DeepseekV2, RefusesWhatTheRouterCannot) {
+  const Json v3 = test::published("moonlight-16b-a3b");
+  test::expect_refused(test::changed(v3, "n_routed_experts", "32"), "n_group", "32");  // one expert a group
+  test::expect_refused(v3, "n_routed_experts", "513");
+  test::expect_refused(v3, "num_experts_per_tok", "33");
+  test::expect_refused(v3, "partial_rotary_factor", "0.5");
+  test::expect_refused(v3, "num_attention_heads", "\"16\"");
 }
 
 }  // namespace

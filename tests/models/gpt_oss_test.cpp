@@ -10,7 +10,7 @@ using test::expect_refused;
 Json published(const std::string& size) { return test::published("gpt-oss-" + size); }
 
 TEST(GptOss, WhatItLacksIsRefusedByName) {
-  const std::array<std::pair<const char*, const char*>, 29> cases{{
+  const std::array<std::pair<const char*, const char*>, 31> cases{{
       {"hidden_act", "\"gelu\""},
       {"attention_dropout", "0.1"},
       {"swiglu_limit", "6.0"},
@@ -18,6 +18,8 @@ TEST(GptOss, WhatItLacksIsRefusedByName) {
       {"num_experts", "16"},
       {"partial_rotary_factor", "0.5"},
       {"quantization_config.quant_method", "\"fp8\""},
+      {"quantization_config.quant_method", ""},
+      {"num_local_experts", "513"},  // more than the router takes
       {"initial_context_length", "8192"},
       {"rope_scaling.rope_type", "\"longrope\""},
       {"rope_scaling.short_factor", "[1.0]"},

@@ -229,7 +229,13 @@ def new_runs_keep_apart():
     tiny = json.loads(TINY.read_text())
     (WORK / "theta.json").write_text(json.dumps(tiny | {"rope_theta": 5.0}))
     new = {"model__init_from": str(WORK / "first"), "train__steps": 4, "optimizer__warmup_steps": 0}
-    refused(marrow("pretrain", toml("second", config=WORK / "theta.json", **new)), 2, "rope_theta", "5")
+    refused(marrow("pretrain", toml("second", config=WORK / "theta.json", **new)), 2, "rope_theta", "5", "config.json of")
+    further = {"max_position_embeddings": 2 * tiny["max_position_embeddings"], "router_aux_loss_coef": 0.5}
+    (WORK / "further.json").write_text(json.dumps(tiny | further | {"pretraining_tp": 1}))
+    done = marrow("pretrain", toml("further", config=WORK / "further.json", **new))
+    check(done.returncode == 0, f"longer positions and another coefficient: {done.stderr}")
+    (WORK / "note.json").write_text(json.dumps(tiny | {"note": "x"}))
+    refused(marrow("pretrain", toml("second", config=WORK / "note.json", **new)), 2, "remove note", "absent")
     done = marrow("pretrain", toml("second", **new))
     check(done.returncode == 0 and "initial weights from" in done.stderr, done.stderr)
     check(metrics("second")[0]["loss"] < metrics("first")[0]["loss"], "it starts from the trained weights")
@@ -238,7 +244,8 @@ def new_runs_keep_apart():
     (WORK / "deep.json").write_text('{"model_type":' + "[" * 100000 + "]" * 100000 + "}")
     refused(marrow("pretrain", toml("bad", config=WORK / "deep.json")), 2, "nested")
     for change in (dict(num_hidden_layers=2**62), dict(rms_norm_eps=-1), dict(rope_theta=0), dict(num_experts=2**40),
-                   dict(initializer_range=-1), dict(head_dim=0)):
+                   dict(initializer_range=-1), dict(head_dim=0), dict(partial_rotary_factor=0.5), dict(num_experts=513),
+                   dict(layer_types=["sliding_attention"] * tiny["num_hidden_layers"])):
         (WORK / "odd.json").write_text(json.dumps(tiny | change))
         refused(marrow("pretrain", toml("bad", config=WORK / "odd.json")), 2, "odd.json")
     refused(marrow("pretrain", base, "--set", "train.seed=9"), 2, "train.seed")
