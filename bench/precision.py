@@ -2,8 +2,8 @@
 
 The quickstart's model on real text (this Python's own sources), 32 sequences a step, AdamW at 1e-4, on this machine's GPU, or on
 the CPU without one: STEPS (200) steps in each dtype (bf16 against fp32), with the same data and initial values, for each of
-SEEDS (4) seeds. A pair of runs is by chance up to 1 % apart, as two of one dtype are whose sums are in another order: so what
-counts is the mean over the seeds of how far the mean losses of the LAST (50) steps are apart. Fails where it is more than
+SEEDS (4) seeds. A pair of runs is apart by chance too, as two of one dtype are whose sums are in another order (up to 0.7 % at
+2e-4 and 5e-4): so what counts is the mean over the seeds of how far the mean losses of the LAST (50) steps are apart. Fails where it is more than
 0.5 %, or its standard error more than half of that. precision.py 500 100 fp8 bf16: every product in fp8, on a GPU of a
 model whose sizes allow it. $MARROW is the binary.
 """

@@ -54,9 +54,9 @@ GptOssConfig read_config(const Json& config) {
   check_is(config, "swiglu_alpha", json_number(kSwigluAlpha));
   check_is(config, "experts_per_token", config.at("num_experts_per_tok").dump());
   check_is(config, "partial_rotary_factor", "1");
-  if (given(config, "quantization_config") &&
-      config.at("quantization_config").at("quant_method").as_string() != "mxfp4") {
-    refuse(config.at("quantization_config").at("quant_method"), "\"mxfp4\"");
+  if (given(config, "quantization_config")) {
+    const Json method = config.at("quantization_config").at("quant_method");
+    if (method.as_string() != "mxfp4") refuse(method, "\"mxfp4\"");
   }
   GptOssConfig c;
   c.shape = read_moe_shape(config);

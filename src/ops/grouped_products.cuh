@@ -29,7 +29,7 @@ char* place(char* memory, int64_t experts, Arrays*&... arrays) {
 inline cutlass::KernelHardwareInfo this_gpu() {
   cutlass::KernelHardwareInfo hardware;
   MARROW_CUDA_CHECK(cudaGetDevice(&hardware.device_id));
-  MARROW_CUDA_CHECK(cudaDeviceGetAttribute(&hardware.sm_count, cudaDevAttrMultiProcessorCount, hardware.device_id));
+  hardware.sm_count = multiprocessors();
   return hardware;
 }
 

@@ -127,6 +127,13 @@ void launch_packs(bool is_bf16, bool packs, const Launch& launch) {
   MARROW_CUDA_CHECK(cudaGetLastError());
 }
 
+inline int multiprocessors() {  // of the current GPU
+  int device = 0, count = 0;
+  MARROW_CUDA_CHECK(cudaGetDevice(&device));
+  MARROW_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+  return count;
+}
+
 inline unsigned blocks_for(int64_t items, int64_t per_block) {
   return static_cast<unsigned>((items + per_block - 1) / per_block);
 }

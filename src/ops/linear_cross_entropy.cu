@@ -104,10 +104,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 void cross_entropy_cuda(View logits, View targets, View losses, float gradient_scale, bool with_gradient) {
   if (logits.rows == 0) return;
-  int device = 0, processors = 0;
-  MARROW_CUDA_CHECK(cudaGetDevice(&device));
-  MARROW_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-  const auto blocks = static_cast<unsigned>(std::min<int64_t>(logits.rows, processors));
+  const auto blocks = static_cast<unsigned>(std::min<int64_t>(logits.rows, multiprocessors()));
   launch_packs(logits.bf16, in_packs(logits.width, logits), [&]<typename T, int kSize>() {
     const int64_t packs = logits.width / kSize, bytes = sizeof(T) * kSize;
     const int64_t cached = with_gradient ? std::min<int64_t>(packs, kCacheBytes / bytes) : 0;

@@ -138,11 +138,8 @@ template <typename T, int kWidth, int kItems>
 int64_t launch_backward(View x, View d_normed, View d_sum, View weight, View dx, View partials, float eps,
                         float offset) {
   const unsigned threads = threads_for(x.width, kWidth * kItems, kBackwardThreads);
-  int device = 0, processors = 0;
-  MARROW_CUDA_CHECK(cudaGetDevice(&device));
-  MARROW_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
   const int64_t blocks =
-      min(partials.rows, int64_t{processors} * (blocks_at_a_time(kItems) * kBackwardThreads / threads));
+      min(partials.rows, int64_t{multiprocessors()} * (blocks_at_a_time(kItems) * kBackwardThreads / threads));
   backward_kernel<T, kWidth, kItems><<<static_cast<unsigned>(blocks), threads, 0, current_stream()>>>(
       x, d_normed, d_sum, weight, dx, partials, x.rows, x.width, eps, offset);
   return blocks;
