@@ -217,6 +217,7 @@ class Experiment {
     const Tensor noise = at::rand({x_.tokens, kExperts}, options).clamp_min_(1e-9).log_().neg_().log_().neg_();
     const Tensor scores = skewed ? noise.sub_(place.log()) : noise;
     choices_ = std::get<1>(at::topk(scores, kTopK, 1)).to(at::kInt).contiguous();
+    counts_ = at::bincount(choices_.flatten(), {}, kExperts).to(at::kInt).view({1, kExperts});
     weights_ = at::rand({x_.tokens, kTopK}, options);
     tokens_ = random({x_.tokens, kHidden});
     residual_ = random({x_.tokens, kHidden});
@@ -239,7 +240,7 @@ class Experiment {
   Today today(const Mark& mark, const Between& between) {
     mark(0);
     ExpertDispatch dispatch(group_, kExperts);
-    dispatch.plan(choices_);
+    dispatch.plan(choices_, counts_);
     mark(1);
     dispatch.start_dispatch(tokens_, weights_);
     mark(2);
@@ -252,7 +253,7 @@ class Experiment {
     result.order = expert_permutation(arrived.experts, kExperts / group_.size());
     mark(5);
     result.rows = gather_rows(arrived.rows, result.order.map, arrived.expert_rows, result.order.offsets);
-    result.row_weights = gather_values(arrived.weights, result.order).narrow(0, 0, arrived.expert_rows);
+    result.row_weights = gather_values(arrived.weights, result.order, arrived.expert_rows);
     mark(6);
     const Tensor sums = sum_rows(result.rows, result.order.map, {});
     mark(7);
@@ -466,6 +467,7 @@ class Experiment {
   cudaEvent_t ready_ = nullptr, done_ = nullptr;
   Tensor left_, right_, product_;   // [8192, 8192]
   Tensor choices_, weights_;        // [T, k]
+  Tensor counts_;                   // [1, E] of the choices
   Tensor tokens_, residual_;        // [T, H]
   Tensor rows_, row_weights_;       // [ranks · T · k, H], [ranks · T · k]
   Tensor offsets_, rows_of_token_;  // [E / ranks], [T, ranks]

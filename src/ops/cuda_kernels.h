@@ -60,10 +60,22 @@ void embedding_backward_sorted_cuda(View sorted_ids, View position, View d_out, 
 
 constexpr int64_t kPairsPerBlock = 2048;  // of a counting sort's block
 
-// Sorts the pairs of experts [T, k] by expert, stable; block_rows [⌈pairs / kPairsPerBlock⌉, E] is
-// scratch. Outputs as in ExpertPermutation, all int32.
-void expert_permutation_cuda(View experts, View block_rows, View offsets, View source_of_row, View rows_of_source,
-                             View slot_of_row);
+// By what a pair of experts [T, k] is sorted, where groups of `each` neighbours belong together: its expert's group.
+// -1, for no row, where that is none of the groups, or (each > 1) an earlier pair of the token has the same one.
+constexpr int32_t pair_sort_key(const int32_t* experts, int64_t pair, int64_t top_k, int32_t groups, int32_t each) {
+  const int32_t group = experts[pair] < 0 ? groups : experts[pair] / each;
+  if (group >= groups) return -1;
+  if (each == 1) return group;
+  for (int64_t other = pair - pair % top_k; other < pair; ++other) {
+    if (experts[other] >= 0 && experts[other] / each == group) return -1;
+  }
+  return group;
+}
+
+// Sorts the pairs of experts [T, k] by that key, stable; block_rows [⌈pairs / kPairsPerBlock⌉, groups] is scratch.
+// Outputs as in ExpertPermutation, all int32.
+void sort_pairs_cuda(View experts, int64_t each, View block_rows, View offsets, View source_of_row, View rows_of_source,
+                     View slot_of_row);
 
 // The products of grouped_linear in bf16: rows and d_rows [R, K], weight [E, N, K], out and dy [R, N], grad [E, N, K]
 // fp32, which is added to; offsets [E] int32, E at most 1024. workspace: kGroupedWorkspace bytes, read until the kernel

@@ -7,25 +7,27 @@
 namespace marrow {
 namespace {
 
-void sort_pairs_cpu(const Tensor& experts, int64_t expert_count, const ExpertPermutation& result) {
+void sort_pairs_cpu(const Tensor& experts, int64_t groups, int64_t each, const ExpertPermutation& result) {
   const int64_t pairs = experts.numel(), top_k = experts.size(1);
-  const int32_t* expert_of = ints(experts);
-  const auto valid = [&](int64_t i) { return expert_of[i] >= 0 && expert_of[i] < expert_count; };
   int32_t *ends = ints(result.offsets), *source = ints(result.map.source_of_row);
   int32_t *rows = ints(result.map.rows_of_source), *slots = ints(result.slot_of_row);
-  std::vector<int32_t> next(expert_count + 1, 0);  // next[e] becomes the next free row of e
+  std::vector<int32_t> next(groups + 1, 0);  // next[g] becomes the next free row of g
+  const auto key = [&](int64_t i) {
+    return pair_sort_key(ints(experts), i, top_k, static_cast<int32_t>(groups), static_cast<int32_t>(each));
+  };
   for (int64_t i = 0; i < pairs; ++i) {
-    if (valid(i)) ++next[expert_of[i] + 1];
+    rows[i] = key(i);
+    if (rows[i] >= 0) ++next[rows[i] + 1];
   }
-  for (int64_t e = 0; e < expert_count; ++e) ends[e] = next[e + 1] += next[e];
+  for (int64_t g = 0; g < groups; ++g) ends[g] = next[g + 1] += next[g];
   for (int64_t i = 0; i < pairs; ++i) {
-    rows[i] = valid(i) ? next[expert_of[i]]++ : -1;
     if (rows[i] < 0) continue;
+    rows[i] = next[rows[i]]++;
     source[rows[i]] = static_cast<int32_t>(i / top_k);
     slots[rows[i]] = static_cast<int32_t>(i);
   }
-  std::fill(source + ends[expert_count - 1], source + pairs, -1);
-  std::fill(slots + ends[expert_count - 1], slots + pairs, -1);
+  std::fill(source + ends[groups - 1], source + pairs, -1);
+  std::fill(slots + ends[groups - 1], slots + pairs, -1);
 }
 
 // Checks `matrix` [?, H], in a working dtype, and the index that moves its rows.
@@ -142,25 +144,24 @@ Tensor gather_scalars(const Tensor& values, const Tensor& index) {
 
 }  // namespace
 
-ExpertPermutation expert_permutation(const Tensor& experts, int64_t expert_count) {
+ExpertPermutation rank_permutation(const Tensor& experts, int64_t groups, int64_t each) {
   check_tensor("expert_permutation: experts", experts, at::kInt, {-1, -1});
   MARROW_CHECK(experts.size(1) > 0 && experts.numel() < (int64_t{1} << 31), ExitCode::kUsage,
                Fix("lower train.micro_batch: fewer than 2^31 / k tokens a micro-batch"),
                "expert_permutation: experts are {}", c10::str(experts.sizes()));
-  MARROW_CHECK(expert_count > 0 && expert_count <= 1024, ExitCode::kUsage,
-               Fix("use a model with at most 1024 experts a layer"), "{} experts are outside [1, 1024]", expert_count);
-  const int64_t pairs = experts.numel();
+  MARROW_CHECK(groups > 0 && groups <= 1024, ExitCode::kUsage, Fix("use a model with at most 1024 experts a layer"),
+               "{} experts are outside [1, 1024]", groups);
+  const int64_t pairs = experts.numel(), blocks = (pairs + kPairsPerBlock - 1) / kPairsPerBlock;
   const ExpertPermutation result{{at::empty({pairs}, experts.options()), at::empty(experts.sizes(), experts.options())},
-                                 at::empty({expert_count}, experts.options()),
+                                 at::empty({groups}, experts.options()),
                                  at::empty({pairs}, experts.options())};
   if (experts.is_cpu()) {
-    sort_pairs_cpu(experts, expert_count, result);
+    sort_pairs_cpu(experts, groups, each, result);
     return result;
   }
-  const int64_t blocks = (pairs + kPairsPerBlock - 1) / kPairsPerBlock;
-  const Tensor block_rows = at::empty({blocks, expert_count}, experts.options());
-  MARROW_CUDA_CALL(expert_permutation_cuda(experts, block_rows, result.offsets, result.map.source_of_row,
-                                           result.map.rows_of_source, result.slot_of_row));
+  const Tensor block_rows = at::empty({blocks, groups}, experts.options());
+  MARROW_CUDA_CALL(sort_pairs_cuda(experts, each, block_rows, result.offsets, result.map.source_of_row,
+                                   result.map.rows_of_source, result.slot_of_row));
   return result;
 }
 
@@ -194,13 +195,14 @@ Tensor sum_rows(const ExpertRows& expert_rows, const RowMap& map, const Tensor& 
   return differentiable({rows, residual}, {sum(rows.detach(), map.rows_of_source, start)}, backward)[0];
 }
 
-Tensor gather_values(const Tensor& weights, const ExpertPermutation& permutation) {
+Tensor gather_values(const Tensor& weights, const ExpertPermutation& permutation, int64_t rows) {
   const Tensor& rows_of_source = permutation.map.rows_of_source;
   check_tensor("gather_values: weights", weights, at::kFloat, rows_of_source.sizes());
   const auto backward = [rows_of_source](const variable_list& d_out) -> variable_list {
     return {gather_scalars(d_out[0].contiguous(), rows_of_source)};
   };
-  return differentiable({weights}, {gather_scalars(weights.detach(), permutation.slot_of_row)}, backward)[0];
+  return differentiable({weights}, {gather_scalars(weights.detach(), permutation.slot_of_row.narrow(0, 0, rows))},
+                        backward)[0];
 }
 
 }  // namespace marrow

@@ -8,19 +8,22 @@ constexpr int kThreads = kWarps * 32;
 constexpr int kPairsPerWarp = kPairsPerBlock / kWarps;
 constexpr int kMaxExperts = 1024;
 
-// The expert of a pair, or -1 past the end and outside the range.
-__device__ int expert_at(const int32_t* experts, int64_t pair, int64_t pairs, int expert_count) {
-  if (pair >= pairs) return -1;
-  const int expert = experts[pair];
-  return expert >= 0 && expert < expert_count ? expert : -1;
-}
+struct Pairs {
+  const int32_t* experts;  // [T, k]
+  int64_t pairs, top_k;
+  int groups, each;
+  __device__ int key(int64_t pair) const {
+    return pair < pairs ? pair_sort_key(experts, pair, top_k, groups, each) : -1;
+  }
+};
 
-__global__ void count_pairs(const int32_t* experts, int64_t pairs, int expert_count, int32_t* block_rows) {
+__global__ void count_pairs(Pairs pairs, int32_t* block_rows) {
   __shared__ int counts[kMaxExperts];
+  const int expert_count = pairs.groups;
   for (int e = threadIdx.x; e < expert_count; e += kThreads) counts[e] = 0;
   __syncthreads();
   for (int i = threadIdx.x; i < kPairsPerBlock; i += kThreads) {
-    const int expert = expert_at(experts, int64_t{blockIdx.x} * kPairsPerBlock + i, pairs, expert_count);
+    const int expert = pairs.key(int64_t{blockIdx.x} * kPairsPerBlock + i);
     if (expert >= 0) atomicAdd(&counts[expert], 1);  // integers: any order gives the same sum
   }
   __syncthreads();
@@ -72,16 +75,16 @@ __global__ void scan_blocks(int32_t* block_rows, int blocks, int expert_count, i
 }
 
 // Warp w of a block owns the w-th share of its pairs, in order; next[w][e] is its next row of e.
-__global__ void place_pairs(const int32_t* experts, int64_t pairs, int64_t top_k, int expert_count,
-                            const int32_t* block_rows, const int32_t* offsets, int32_t* source_of_row,
+__global__ void place_pairs(Pairs pairs, const int32_t* block_rows, const int32_t* offsets, int32_t* source_of_row,
                             int32_t* rows_of_source, int32_t* slot_of_row) {
   extern __shared__ int next[];  // [kWarps, expert_count]
+  const int expert_count = pairs.groups;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   for (int i = threadIdx.x; i < kWarps * expert_count; i += kThreads) next[i] = 0;
   __syncthreads();
   const int64_t first = int64_t{blockIdx.x} * kPairsPerBlock + warp * kPairsPerWarp;
   for (int i = lane; i < kPairsPerWarp; i += 32) {
-    const int expert = expert_at(experts, first + i, pairs, expert_count);
+    const int expert = pairs.key(first + i);
     if (expert >= 0) atomicAdd(&next[warp * expert_count + expert], 1);
   }
   __syncthreads();
@@ -97,7 +100,7 @@ __global__ void place_pairs(const int32_t* experts, int64_t pairs, int64_t top_k
   const int64_t total = offsets[expert_count - 1];
   for (int i = lane; i < kPairsPerWarp; i += 32) {  // kPairsPerWarp is a multiple of 32
     const int64_t pair = first + i;
-    const int expert = expert_at(experts, pair, pairs, expert_count);
+    const int expert = pairs.key(pair);
     const unsigned peers = __match_any_sync(~0u, expert);
     const int rank = __popc(peers & ((1u << lane) - 1));
     int* counter = &next[warp * expert_count + max(expert, 0)];
@@ -105,10 +108,10 @@ __global__ void place_pairs(const int32_t* experts, int64_t pairs, int64_t top_k
     __syncwarp();
     if (expert >= 0 && rank == 0) *counter += __popc(peers);
     __syncwarp();
-    if (pair >= pairs) continue;
+    if (pair >= pairs.pairs) continue;
     rows_of_source[pair] = expert >= 0 ? row : -1;
     if (expert >= 0) {
-      source_of_row[row] = static_cast<int32_t>(pair / top_k);
+      source_of_row[row] = static_cast<int32_t>(pair / pairs.top_k);
       slot_of_row[row] = static_cast<int32_t>(pair);
     }
     if (pair >= total) {  // no row of that number exists
@@ -226,18 +229,16 @@ __global__ void gather_scalars(const float* values, const int32_t* index, float*
 
 }  // namespace
 
-void expert_permutation_cuda(View experts, View block_rows, View offsets, View source_of_row, View rows_of_source,
-                             View slot_of_row) {
-  const int64_t pairs = experts.elements;
-  const unsigned blocks = blocks_for(pairs, kPairsPerBlock);
-  const int count = static_cast<int>(offsets.elements);
+void sort_pairs_cuda(View experts, int64_t each, View block_rows, View offsets, View source_of_row, View rows_of_source,
+                     View slot_of_row) {
+  const int groups = static_cast<int>(offsets.elements);
+  const Pairs pairs{experts, experts.elements, experts.width, groups, static_cast<int>(each)};
+  const unsigned blocks = blocks_for(pairs.pairs, kPairsPerBlock);
+  if (blocks > 0) count_pairs<<<blocks, kThreads, 0, current_stream()>>>(pairs, block_rows);
+  scan_blocks<<<1, 1024, 0, current_stream()>>>(block_rows, static_cast<int>(blocks), groups, 1024 / groups, offsets);
   if (blocks > 0) {
-    count_pairs<<<blocks, kThreads, 0, current_stream()>>>(experts, pairs, count, block_rows);
-  }
-  scan_blocks<<<1, 1024, 0, current_stream()>>>(block_rows, static_cast<int>(blocks), count, 1024 / count, offsets);
-  if (blocks > 0) {
-    place_pairs<<<blocks, kThreads, kWarps * count * sizeof(int), current_stream()>>>(
-        experts, pairs, experts.width, count, block_rows, offsets, source_of_row, rows_of_source, slot_of_row);
+    place_pairs<<<blocks, kThreads, kWarps * groups * sizeof(int), current_stream()>>>(
+        pairs, block_rows, offsets, source_of_row, rows_of_source, slot_of_row);
   }
   MARROW_CUDA_CHECK(cudaGetLastError());
 }
@@ -256,18 +257,12 @@ void gather_rows_cuda(View x, View source, View rows_of_source, View out, const 
     };
     return of_out.data.defined() ? launch.template operator()<true>() : launch.template operator()<false>();
   }
-  const auto launch = [&]<typename Vector>(Vector) {
+  launch_packs(x.bf16, packs, [&]<typename T, int kSize>() {
+    using Bits = std::conditional_t<sizeof(T) == 2, unsigned short, unsigned>;
+    using Vector = std::conditional_t<kSize == 1, Bits, uint4>;
     gather<Vector><<<blocks_for(out.rows * 32, kThreads), kThreads, 0, current_stream()>>>(
         x, source, out, count, bytes / static_cast<int64_t>(sizeof(Vector)));
-  };
-  if (packs) {
-    launch(uint4{});
-  } else if (x.bf16) {
-    launch(static_cast<unsigned short>(0));
-  } else {
-    launch(uint32_t{});
-  }
-  MARROW_CUDA_CHECK(cudaGetLastError());
+  });
 }
 
 void sum_rows_cuda(View rows, View rows_of_source, View residual, View out) {

@@ -19,10 +19,14 @@ struct ExpertPermutation {
   at::Tensor slot_of_row;  // [T·k] int32: t·k + j of the pair behind each row
 };
 
-// experts [T, k] int32. A pair whose expert is outside [0, expert_count) gets no row: its rows_of_source is -1, R < T·k
-// is known on the device only, and source_of_row and slot_of_row are -1 from row R on. Stable and deterministic; no
-// host synchronisation. expert_count ≤ 1024.
-ExpertPermutation expert_permutation(const at::Tensor& experts, int64_t expert_count);
+// The same with ranks of `experts_of_rank` experts each in place of experts: of a token's pairs of one rank the first
+// alone has a row. experts [T, k] int32. A pair of no rank, or without a row for that reason, has -1 in rows_of_source;
+// R < T·k is then known on the device only, and source_of_row and slot_of_row are -1 from row R on. Stable and
+// deterministic; no host synchronisation. ranks ≤ 1024.
+ExpertPermutation rank_permutation(const at::Tensor& experts, int64_t ranks, int64_t experts_of_rank);
+inline ExpertPermutation expert_permutation(const at::Tensor& experts, int64_t expert_count) {
+  return rank_permutation(experts, expert_count, 1);
+}
 
 // out[r] = x[source_of_row[r]] for r < rows ≤ R; zero without a source (-1). x [T, H] fp32 or bf16 → [rows, H].
 // offsets, of an ExpertPermutation: rows from R on do not exist, and hold anything.
@@ -37,7 +41,8 @@ ExpertRows gather_expert_rows(const at::Tensor& x, const ExpertPermutation& perm
 at::Tensor sum_rows(const at::Tensor& rows, const RowMap& map, const at::Tensor& residual);
 at::Tensor sum_rows(const ExpertRows& rows, const RowMap& map, const at::Tensor& residual);
 
-// out[r] = weights.flat[slot_of_row[r]]: weights [T, k] fp32 → [T·k] fp32, 0 where a row has no pair.
-at::Tensor gather_values(const at::Tensor& weights, const ExpertPermutation& permutation);
+// out[r] = weights.flat[slot_of_row[r]] for r < rows, at least those that have a pair: weights [T, k] fp32 → [rows]
+// fp32, 0 where a row has no pair.
+at::Tensor gather_values(const at::Tensor& weights, const ExpertPermutation& permutation, int64_t rows);
 
 }  // namespace marrow

@@ -12,51 +12,49 @@ int64_t total(const std::vector<int64_t>& counts) { return std::accumulate(count
 
 }  // namespace
 
-void ExpertDispatch::plan(const at::Tensor& choices) {
+void ExpertDispatch::plan(const at::Tensor& choices, const at::Tensor& counts) {
   const at::NoGradGuard no_grad;
   choices_ = choices;
-  group_->size() == 2 ? plan_whole() : plan_counted();
+  group_->size() == 2 ? plan_whole() : plan_counted(counts);
 }
 
 // Row r·T + t is token t's for rank r.
 void ExpertDispatch::plan_whole() {
   const int64_t tokens = choices_.size(0);
-  const at::Tensor token = at::arange(tokens, choices_.options());
-  map_ = {token.repeat({2}), at::stack({token, token + tokens}, 1)};
-  row_of_pair_ = choices_.div(experts_ / 2, "floor").mul_(tokens).add_(token.unsqueeze(1));
+  const at::Tensor row = at::arange(2 * tokens, choices_.options());
+  map_ = {row.remainder(std::max<int64_t>(tokens, 1)), row.view({2, tokens}).t().contiguous()};
   sent_ = received_ = {tokens, tokens};
   expert_rows_ = 2 * choices_.numel();
 }
 
-// A row for each (token, rank) that has a pair, sorted by rank, then by token.
-void ExpertDispatch::plan_counted() {
-  const int64_t ranks = group_->size(), top_k = choices_.size(1);
-  const at::Tensor rank = choices_.div(experts_ / ranks, "floor");
-  // A pair travels in the row of its token's first pair of the same rank.
-  const at::Tensor same = rank.unsqueeze(2).eq(rank.unsqueeze(1)).tril_();  // [T, k, k]: pair, earlier pair
-  const at::Tensor first = same.to(at::kByte).argmax(2);                    // [T, k]
-  const at::Tensor carried = first.ne(at::arange(top_k, first.options()));
-  const ExpertPermutation rows = expert_permutation(rank.masked_fill(carried, -1), ranks);
+// A row for each (token, rank) that has a pair. Every rank learns of all where each rank's rows end, and its pairs.
+void ExpertDispatch::plan_counted(const at::Tensor& counts) {
+  const int64_t ranks = group_->size();
+  const ExpertPermutation rows = rank_permutation(choices_, ranks, experts_ / ranks);
   map_ = rows.map;
-  row_of_pair_ = map_.rows_of_source.gather(1, first);
-  const at::Tensor ends = at::cat({at::zeros({1}, rows.offsets.options()), rows.offsets});
-  const at::Tensor pairs =
-      at::zeros({ranks}, rank.options()).index_add_(0, rank.flatten(), at::ones_like(rank).flatten());
-  const at::Tensor to_each = at::stack({at::diff(ends), pairs}, 1), from_each = at::empty_like(to_each);
-  const std::vector<int64_t> one(ranks, 1);
-  group_->all_to_all(to_each, one, from_each, one).wait();
-  counts_.emplace(at::cat({to_each, from_each}));
+  const at::Tensor pairs = counts.view({-1, ranks, experts_ / ranks}).sum(at::IntArrayRef({0, 2}), false, at::kInt);
+  const at::Tensor all = at::empty({ranks, 2 * ranks}, choices_.options());
+  at::Tensor own = all.select(0, group_->rank());
+  at::cat_out(own, {rows.offsets, pairs});
+  std::vector<int64_t> bounds;
+  for (int64_t r = 0; r <= ranks; ++r) bounds.push_back(r * 2 * ranks);
+  group_->all_gather(all.view(-1), bounds).wait();
+  counts_.emplace(all);
 }
 
 void ExpertDispatch::await_counts() {
   if (!counts_) return;
   const std::vector<double> counts = counts_->values();
   counts_.reset();
-  const auto ranks = static_cast<size_t>(group_->size());
+  const auto ranks = static_cast<size_t>(group_->size()), own = static_cast<size_t>(group_->rank());
+  const auto rows = [&](size_t from, size_t to) {
+    const double* ends = counts.data() + 2 * ranks * from;
+    return static_cast<int64_t>(ends[to] - (to == 0 ? 0 : ends[to - 1]));
+  };
   for (size_t r = 0; r < ranks; ++r) {
-    sent_.push_back(static_cast<int64_t>(counts[2 * r]));
-    received_.push_back(static_cast<int64_t>(counts[2 * (ranks + r)]));
-    expert_rows_ += static_cast<int64_t>(counts[2 * (ranks + r) + 1]);
+    sent_.push_back(rows(own, r));
+    received_.push_back(rows(r, own));
+    expert_rows_ += static_cast<int64_t>(counts[2 * ranks * r + ranks + own]);
   }
 }
 
@@ -117,13 +115,11 @@ void ExpertDispatch::start_dispatch_backward(const at::Tensor& d_rows, const at:
   start(d_weights, true);
 }
 
+// A sent row has the gradients of its pairs, and zeros for the token's others.
 std::pair<at::Tensor, at::Tensor> ExpertDispatch::finish_dispatch_backward(const at::Tensor& d_tokens) {
   const at::NoGradGuard no_grad;
   const at::Tensor d_rows = finish(), d_weights = finish();
-  const int64_t top_k = choices_.size(1);
-  const at::Tensor slot = row_of_pair_.to(at::kLong).mul_(top_k).add_(
-      at::arange(top_k, at::TensorOptions(choices_.device()).dtype(at::kLong)));
-  return {sum_rows(d_rows, map_, d_tokens), d_weights.flatten().take(slot)};
+  return {sum_rows(d_rows, map_, d_tokens), sum_rows(d_weights, map_, {})};
 }
 
 int64_t ExpertDispatch::rows_sent() const { return total(sent_) - sent_[static_cast<size_t>(group_->rank())]; }

@@ -26,8 +26,8 @@ class ExpertDispatch {
   ExpertDispatch(Communicator& group, int64_t experts, bool overlap = true)
       : group_(&group), experts_(experts), overlap_(overlap) {}
 
-  // S2 forward. choices [T, k] int32 in [0, E), tokens [T, H], weights [T, k] fp32.
-  void plan(const at::Tensor& choices);
+  // S2 forward. choices [T, k] int32 in [0, E), counts [G, E] int32 of them, tokens [T, H], weights [T, k] fp32.
+  void plan(const at::Tensor& choices, const at::Tensor& counts);
   void start_dispatch(const at::Tensor& tokens, const at::Tensor& weights);
   DispatchedTokens finish_dispatch();
   // S4 forward. rows [Q, H], each the sum over this rank's experts → [P, H] with map().
@@ -38,8 +38,8 @@ class ExpertDispatch {
   // S4 backward: gradient [P, H] → gradient of what the expert rank gave, [Q, H].
   void start_combine_backward(const at::Tensor& d_rows) { start(d_rows, false); }
   at::Tensor finish_combine_backward() { return finish(); }
-  // S2 backward: gradients of DispatchedTokens' rows and weights → those of tokens, with `d_tokens`
-  // (may be undefined) added, and of weights [T, k].
+  // S2 backward: gradients of DispatchedTokens' rows and weights (zero for experts of other ranks) → those of tokens,
+  // with `d_tokens` (may be undefined) added, and of weights [T, k].
   void start_dispatch_backward(const at::Tensor& d_rows, const at::Tensor& d_weights);
   std::pair<at::Tensor, at::Tensor> finish_dispatch_backward(const at::Tensor& d_tokens);
 
@@ -47,7 +47,7 @@ class ExpertDispatch {
 
  private:
   void plan_whole();
-  void plan_counted();
+  void plan_counted(const at::Tensor& counts);
   void await_counts();
   void start(const at::Tensor& rows, bool back);
   void keep(PendingTransfer transfer, const at::Tensor& arriving);
@@ -58,8 +58,7 @@ class ExpertDispatch {
   bool overlap_;
   at::Tensor choices_;                    // [T, k] int32
   RowMap map_;                            // tokens to sent rows
-  at::Tensor row_of_pair_;                // [T, k] int32: the sent row that carries a pair
-  std::optional<DeferredValues> counts_;  // on their way: rows, pairs to each rank; from each rank
+  std::optional<DeferredValues> counts_;  // on their way, [ranks, 2 · ranks]: of each rank, ends of rows and pairs
   std::vector<int64_t> sent_, received_;  // rows to and from each rank
   int64_t expert_rows_ = 0;               // of this rank
   std::deque<std::pair<PendingTransfer, at::Tensor>> moves_;

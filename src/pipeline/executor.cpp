@@ -109,6 +109,8 @@ void Executor::run_layers(const PipelinePass& forward, Flight* down, const Pipel
     on_way_up([&] { start_layer_backward(*up, layer_up - 1); });
     on_way_down([&] { start_layer(*down, layer); });
     on_way_up([&] { up->layers.back().run_experts_backward(); });
+    on_way_down([&] { down->layers.back().start_dispatch(); });  // the host may wait here, the device does not
+    if (weight_grads) on_way_up([&] { up->weight_grads.run_all(); });
     on_way_down([&] { down->layers.back().run_experts(); });
     on_way_up([&] { finish_layer_backward(backward, *up, layer_up - 1, weight_grads); });
     on_way_down([&] { finish_layer(*down, layer); });

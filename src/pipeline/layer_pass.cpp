@@ -33,9 +33,13 @@ void LayerPass::attend(const at::Tensor& hidden, bool first_time) {
   }
   if (options_.experts == nullptr) return;
   exchange_.emplace(*options_.experts, routing_.counts.size(1), options_.overlap);
-  exchange_->plan(routing_.experts);
+  exchange_->plan(routing_.experts, routing_.counts);
+}
+
+void LayerPass::start_dispatch() {
+  if (!exchange_) return;
   exchange_->start_dispatch(values_[1], values_[2]);
-  if (first_time && options_.rows_sent != nullptr) *options_.rows_sent += exchange_->rows_sent();
+  if (options_.rows_sent != nullptr) *options_.rows_sent += exchange_->rows_sent();
 }
 
 void LayerPass::run_experts() {
@@ -54,7 +58,7 @@ void LayerPass::run_experts() {
                         return std::vector{gather_rows(tokens, map, count, offsets)};
                       });
     }
-    const at::Tensor weights = gather_values(in[1], order).narrow(0, 0, tokens.expert_rows);
+    const at::Tensor weights = gather_values(in[1], order, tokens.expert_rows);
     results_ = layer_->run_experts(rows, weights, noting(experts_again_));
     // Here or, where no rank is between, in S5, together with the residual.
     return std::vector<at::Tensor>{exchange_ ? sum_rows(results_, order.map, {}) : results_.value};
@@ -87,7 +91,9 @@ at::Tensor LayerPass::finish_forward() {
 void LayerPass::start_backward(const at::Tensor& d_output) {
   if (options_.recompute) {
     options_.recompute = false;
+    options_.rows_sent = nullptr;  // counted already
     attend(input_, false);
+    start_dispatch();
     run_experts();
     finish_forward();
     input_.reset();

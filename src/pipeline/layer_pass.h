@@ -27,7 +27,8 @@ class LayerPass {
       : layer_(&layer), index_(index), options_(options) {}
 
   // hidden [T, H] → [T, H].
-  void start_forward(const at::Tensor& hidden, const LayerContext& shared);  // S1; S2 starts
+  void start_forward(const at::Tensor& hidden, const LayerContext& shared);  // S1; where tokens go is found out
+  void start_dispatch();                                                     // S2 starts; the host may wait for sizes
   void run_experts();                                                        // S2 ends; S3; S4 starts
   at::Tensor finish_forward();                                               // S4 ends; S5
   // Gradient of the output [T, H] → gradient of the input.

@@ -34,8 +34,9 @@ void BalanceTracker::begin_step(const StepSizes& sizes) {
 void BalanceTracker::record(int64_t layer, const RouterOutput& routing, int64_t tokens, RouterBalance& balance,
                             bool first_time) {
   if (first_time) {
-    counts_.select(0, layer).add_(routing.counts.sum(0));
-    probability_sums_.select(0, layer).add_(routing.probability_sums.sum(0));
+    const auto all = [](const at::Tensor& groups) { return groups.size(0) == 1 ? groups[0] : groups.sum(0); };
+    counts_.select(0, layer).add_(all(routing.counts));
+    probability_sums_.select(0, layer).add_(all(routing.probability_sums));
   }
   // Over whole groups: whole sequences, or whole micro-batches.
   at::Tensor counts = routing.counts, probability_sums = routing.probability_sums;  // [G, E]

@@ -53,6 +53,44 @@ TEST(ExpertPermutation, IsAStableSort) {
   }
 }
 
+TEST(RankPermutation, HasOneRowForEachTokenAndRank) {
+  for (const at::Device device : test_devices()) {
+    for (const Shape& s : kShapes) {
+      for (const int64_t each : {1, 2, 16}) {
+        SCOPED_TRACE(fmt::format("{} T={} k={} E={} each={}", device.str(), s.tokens, s.top_k, s.experts, each));
+        const Tensor experts = random_experts(s.tokens, s.top_k, s.experts, s.holes);
+        const int64_t ranks = s.experts / each;
+        if (ranks == 0) continue;
+        const ExpertPermutation got = rank_permutation(experts.to(device), ranks, each);
+        std::vector<std::vector<int32_t>> rows_of_rank(ranks);  // pairs
+        for (int64_t t = 0; t < s.tokens; ++t) {
+          std::vector<bool> seen(ranks, false);
+          for (int64_t j = 0; j < s.top_k; ++j) {
+            const int64_t expert = experts[t][j].item<int32_t>(), rank = expert / each;
+            if (expert < 0 || rank >= ranks || (each > 1 && seen[rank])) continue;
+            seen[rank] = true;
+            rows_of_rank[rank].push_back(static_cast<int32_t>(t * s.top_k + j));
+          }
+        }
+        std::vector<int32_t> ends, slots, rows(s.tokens * s.top_k, -1);
+        for (const auto& pairs : rows_of_rank) {
+          for (const int32_t pair : pairs) {
+            rows[pair] = static_cast<int32_t>(slots.size());
+            slots.push_back(pair);
+          }
+          ends.push_back(static_cast<int32_t>(slots.size()));
+        }
+        slots.resize(rows.size(), -1);
+        EXPECT_TRUE(tensors_identical(got.offsets, at::tensor(ends, at::kInt)));
+        EXPECT_TRUE(tensors_identical(got.slot_of_row, at::tensor(slots, at::kInt)));
+        EXPECT_TRUE(tensors_identical(got.map.rows_of_source, at::tensor(rows, at::kInt).view({s.tokens, s.top_k})));
+        for (int32_t& slot : slots) slot = slot < 0 ? -1 : slot / static_cast<int32_t>(s.top_k);
+        EXPECT_TRUE(tensors_identical(got.map.source_of_row, at::tensor(slots, at::kInt)));
+      }
+    }
+  }
+}
+
 TEST(Rows, GatherAndSumMatchIndexing) {
   for (const at::Device device : test_devices()) {
     for (const auto dtype : {at::kFloat, at::kBFloat16}) {
@@ -112,7 +150,10 @@ TEST(Rows, SumWithoutResidualAndValues) {
     EXPECT_TRUE(tensors_close(sum_rows(ones, permutation.map, {}), expected, 0, 0));
 
     const Tensor weights = with_grad(random_tensor({37, 3}, at::kFloat, device, 9));
-    const Tensor values = gather_values(weights, permutation);
+    const Tensor values = gather_values(weights, permutation, 111);
+    const int64_t real = permutation.offsets[-1].item<int64_t>();
+    EXPECT_TRUE(
+        tensors_identical(gather_values(weights.detach(), permutation, real), values.detach().narrow(0, 0, real)));
     const Tensor slots = permutation.slot_of_row.to(at::kLong), present = slots >= 0;
     const Tensor picked = weights.detach().flatten().index_select(0, slots.clamp_min(0));
     EXPECT_TRUE(tensors_identical(values, picked * present));

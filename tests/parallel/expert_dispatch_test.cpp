@@ -43,7 +43,8 @@ Results exchange(int64_t ep, bool overlap, const at::Tensor& x, const at::Tensor
     const at::NoGradGuard no_grad;
     const auto own = [&](const at::Tensor& whole) { return whole.narrow(0, group.rank() * tokens, tokens); };
     ExpertDispatch dispatch(group, kExperts, overlap);
-    dispatch.plan(own(choices).contiguous());
+    const at::Tensor counts = at::bincount(own(choices).flatten(), {}, kExperts).to(at::kInt).view({1, kExperts});
+    dispatch.plan(own(choices).contiguous(), counts);
     dispatch.start_dispatch(own(x), own(weights));
     const DispatchedTokens arrived = dispatch.finish_dispatch();
     // This rank's pairs of each row, and what its experts make of it.
