@@ -7,6 +7,7 @@
 #   families          8 GPUs, ep 8: DeepSeek-V2-Lite, Moonlight-16B-A3B, GPT-OSS-20B
 #   four              4 GPUs, Qwen3 with 16 layers: pp 2 x ep 2 and cp 4 at 131,072 tokens, and the same on 1 and 2
 #   loss              8 GPUs: 50 steps of 8 layers on each mesh against one GPU
+#   shared            1 GPU, which 8 ranks share (root; slow): the same with a narrow model
 set -uo pipefail
 cd "$(dirname "$(dirname "$(readlink -f "$0")")")"
 group=${1:-} out=${2:-full-size-results}
@@ -86,20 +87,55 @@ loss() {
   model=$(layers_of qwen3-30b-a3b 8)
   measure loss-one 1 50 "$model" train.global_batch=16
   every_mesh loss 50 "$model" train.global_batch=16
-  [[ $group == estimate ]] || "$PYTHON" - "$out" <<'PYTHON' || missed=$((missed + 1))
+  [[ $group == estimate ]] || compare_losses loss
+}
+compare_losses() {  # PREFIX
+  "$PYTHON" - "$out" "$1" <<'PYTHON' || missed=$((missed + 1))
 import glob, json, sys
 read = lambda path: json.load(open(path))["losses"][:50]
-one, worst = read(f"{sys.argv[1]}/loss-one.json"), 0.0
-for path in sorted(glob.glob(f"{sys.argv[1]}/loss-*.json")):
-    apart = max(abs(a - b) / b for a, b in zip(read(path), one))
+one, worst = read(f"{sys.argv[1]}/{sys.argv[2]}-one.json"), 0.0
+for path in sorted(glob.glob(f"{sys.argv[1]}/{sys.argv[2]}-*.json")):
+    apart = max(abs(a - b) / b for a, b in zip(read(path), one, strict=True))
     worst = max(worst, apart)
     print(f"{path}: at most {apart:.2e} of one GPU's loss apart")
 sys.exit(worst > 1e-2)
 PYTHON
 }
 
+shared() {
+  local mesh words narrow=/tmp/narrow-8layers.json
+  "$PYTHON" - configs/models/qwen3-30b-a3b.json "$narrow" <<'PYTHON'
+import json, sys
+config = json.load(open(sys.argv[1]))
+config |= {"num_hidden_layers": 8, "hidden_size": 1024, "moe_intermediate_size": 256, "num_experts": 16, "vocab_size": 8192,
+           "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64}
+json.dump(config, open(sys.argv[2], "w"))
+PYTHON
+  [[ -f /tmp/zipf8k.bin ]] || "$PYTHON" bench/zipf_corpus.py /tmp/zipf8k 1000000 8192
+  for mesh in "one" "${MESHES[@]}"; do
+    read -ra words <<< "$mesh"
+    local name=shared-${words[0]} settings=() launcher=() done_with=0
+    for setting in "model.config=\"$narrow\"" 'data.train=["/tmp/zipf8k"]' data.seq_len=512 train.steps=50 \
+      train.global_batch=16 train.micro_batch=1 checkpoint.every=0 "log.dir=\"$out/$name\"" "${words[@]:1}"; do
+      settings+=(--set "$setting")
+    done
+    [[ $mesh == one ]] || launcher=(mpirun --allow-run-as-root --bind-to none -n 8 tools/gpu_rank.sh)
+    rm -rf "${out:?}/$name"
+    timeout 110 "${launcher[@]}" "$MARROW" pretrain "$RUN" "${settings[@]}" > "$out/$name.log" 2>&1 || done_with=$?
+    ((done_with == 0)) || missed=$((missed + 1))
+    echo "$name: exit $done_with"
+    "$PYTHON" - "$out/$name" <<'PYTHON'
+import json, sys
+lines = [json.loads(line) for line in open(f"{sys.argv[1]}/metrics.jsonl")]
+json.dump({"losses": [line["loss"] for line in lines if "loss" in line]}, open(f"{sys.argv[1]}.json", "w"))
+PYTHON
+    rm -rf "${out:?}/$name"
+  done
+  compare_losses shared
+}
+
 case $group in
-  natural | forced | muon | families | four | loss) "$group" ;;
+  natural | forced | muon | families | four | loss | shared) "$group" ;;
   estimate) natural; forced; muon; families; four; loss ;;
   *) fail "no group '$group'" "bench/full_size.sh estimate" ;;
 esac
