@@ -13,18 +13,33 @@ import statistics
 import subprocess
 import sys
 import sysconfig
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MARROW = os.environ.get("MARROW", str(ROOT / "build/marrow"))
 CORPUS, LIMIT = "/tmp/marrow-precision", 0.5
+STARTED, LOCK, OVER = [], threading.Lock(), threading.Event()
 
 
 def marrow(*words):
-    done = subprocess.run([MARROW, *map(str, words)], cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"FAIL marrow {words[0]}: {done.stderr[-2000:]}  next: marrow {words[0]} --help")
+    with LOCK:  # none starts after end_runs
+        if OVER.is_set():
+            sys.exit("a run failed")
+        STARTED.append(subprocess.Popen([MARROW, *map(str, words)], cwd=ROOT, stdout=subprocess.DEVNULL,
+                                        stderr=subprocess.PIPE, text=True))
+        child = STARTED[-1]
+    errors = child.communicate()[1]
+    if child.returncode:
+        sys.exit(f"FAIL marrow {words[0]}: {errors[-2000:]}  next: marrow {words[0]} --help")
+
+
+def end_runs():
+    with LOCK:
+        OVER.set()
+        for child in STARTED:
+            child.kill()
 
 
 def model(wide):
@@ -60,16 +75,21 @@ def main(steps="200", last="50", low="bf16", high="fp32", seeds="4"):
     wide = "fp8" in (low, high) and os.path.exists("/dev/nvidia0")
     config, apart = model(wide), []
     with ThreadPoolExecutor(4 if os.path.exists("/dev/nvidia0") else 1) as pool:
-        runs = {(dtype, seed): pool.submit(last_losses, config, dtype, seed, int(steps), int(last), 32 if wide else 8)
-                for seed in range(1, int(seeds) + 1) for dtype in (high, low)}
-        for seed in range(1, int(seeds) + 1):
-            (of_high, first), (of_low, first_low) = (runs[dtype, seed].result() for dtype in (high, low))
-            apart.append(100 * (of_low - of_high) / of_high)
-            print(f"seed {seed}: loss of step 1, mean of the last {last} of {steps}: {high} {first:.5f}, {of_high:.5f}, "
-                  f"{low} {first_low:.5f}, {of_low:.5f}; {apart[-1]:+.3f} %", flush=True)
-            if not (of_high < first - 1 and of_low < first_low - 1):
-                pool.shutdown(cancel_futures=True)
-                sys.exit(f"FAIL {high} or {low} learns nothing  next: marrow pretrain with the settings above")
+        def pair(seed):
+            return [last_losses(config, dtype, seed, int(steps), int(last), 32 if wide else 8) for dtype in (high, low)]
+        seed_of = {pool.submit(pair, seed): seed for seed in range(1, int(seeds) + 1)}
+        try:
+            for done in as_completed(seed_of):
+                (of_high, first), (of_low, first_low) = done.result()
+                apart.append(100 * (of_low - of_high) / of_high)
+                print(f"seed {seed_of[done]}: loss of step 1, mean of the last {last} of {steps}: {high} {first:.5f}, "
+                      f"{of_high:.5f}, {low} {first_low:.5f}, {of_low:.5f}; {apart[-1]:+.3f} %", flush=True)
+                if not (of_high < first - 1 and of_low < first_low - 1):
+                    sys.exit(f"FAIL {high} or {low} learns nothing  next: marrow pretrain with the settings above")
+        except BaseException:  # the others end too
+            pool.shutdown(wait=False, cancel_futures=True)
+            end_runs()
+            raise
     mean = statistics.mean(apart)
     error = statistics.stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else float("inf")
     text = f"{low} is {mean:+.3f} % from {high}, with a standard error of {error:.3f} %; at most {LIMIT} % is allowed"
