@@ -178,21 +178,23 @@ const std::array<Fp8Bound, 6>& fp8_bounds() {
   return bounds;
 }
 
+bool fp8_pays(Fp8Product product, int64_t rows, int64_t columns, int64_t elements) {
+  const Fp8Bound& least = fp8_bounds()[static_cast<size_t>(product)];
+  return rows >= least.rows && columns >= least.columns && elements >= least.elements;
+}
+
 bool fp8_wins(const Parameter& weight, Fp8Product product, const Tensor& rows, int64_t outer) {
   if (weight.fp8 == nullptr || rows.is_cpu()) return weight.fp8 != nullptr;
   const bool experts = product >= Fp8Product::kExpertForward;
-  const bool weight_grad = product == Fp8Product::kWeightGrad || product == Fp8Product::kExpertWeightGrad;
   const int64_t inner = rows.size(1);
   if (rows.scalar_type() != at::kBFloat16 || rows.size(0) == 0 || inner % 16 != 0 || outer % 16 != 0 ||
       (!experts && rows.size(0) % 16 != 0)) {
     return false;
   }
   // A weight's scales are rows of blocks along what is summed over: libtorch takes whole 16 bytes, without gaps.
-  if (!experts && !weight_grad && blocks(inner) % 4 != 0) return false;
-  if (weight.fp8->at_any_size()) return true;
-  const Fp8Bound& least = fp8_bounds()[static_cast<size_t>(product)];
+  if (!experts && product != Fp8Product::kWeightGrad && blocks(inner) % 4 != 0) return false;
   const int64_t each = rows.size(0) / (experts ? weight.value.size(0) : 1);
-  return each >= least.rows && outer >= least.columns && outer * inner >= least.elements;
+  return weight.fp8->at_any_size() || fp8_pays(product, each, outer, outer * inner);
 }
 
 }  // namespace marrow

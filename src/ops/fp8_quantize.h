@@ -73,6 +73,7 @@ struct Fp8Bound {
   const char* product;
   int64_t rows, columns, elements;
 };
-const std::array<Fp8Bound, 6>& fp8_bounds();  // by Fp8Product
+const std::array<Fp8Bound, 6>& fp8_bounds();                                         // by Fp8Product
+bool fp8_pays(Fp8Product product, int64_t rows, int64_t columns, int64_t elements);  // whether they are reached
 
 }  // namespace marrow

@@ -91,13 +91,6 @@ class Estimator {
     return ep == 1 ? 0 : static_cast<double>(hidden_ * ep) * (1 - absent);
   }
 
-  // Whether weight gradients of experts of `elements` are in fp8, as fp8_wins.
-  bool experts_in_fp8(int64_t rows, int64_t elements) const {
-    const Fp8Bound& least = fp8_bounds()[static_cast<size_t>(Fp8Product::kExpertWeightGrad)];
-    const int64_t each = rows * config_.mesh.ep / std::max<int64_t>(model_.shape().experts, 1);
-    return !gpu_ || config_.train.fp8_at_any_size || (each >= least.rows && elements >= least.elements);
-  }
-
   // What LayerPass holds: the operators' tensors, and the rows that the stages hand to each other.
   LayerBytes layer_bytes(int64_t layer) const {
     const ActivationBytes each = model_.activation_bytes(layer, element_);
@@ -111,19 +104,20 @@ class Estimator {
     const int64_t ring_kept = (cp > 1 ? tokens_ * each.token_ring_kept : 0) + chunks;
     const int64_t kept = tokens_ * each.token + ring_kept + rows * each.expert_row + between + index;
     const int64_t work = std::max(tokens_ * each.token_backward + ring, rows * each.expert_row_backward);
-    int64_t elements = 0, expert = 0;  // of the largest matrix of an expert
+    int64_t elements = 0;
+    bool experts_in_fp8 = !gpu_ || config_.train.fp8_at_any_size;  // the gradient of a weight of theirs, as fp8_wins
     for (const ParameterSpec& spec : model_.layer_specs(layer)) {
-      int64_t n = 1;
-      for (const int64_t size : spec.shape) n *= size;
+      const int64_t n = c10::multiply_integers(spec.shape), experts = spec.shape[0];
       elements += spec.expert ? n / ep : n;
-      if (spec.expert) expert = std::max(expert, n / spec.shape[0]);
+      experts_in_fp8 |=
+          spec.expert && fp8_pays(Fp8Product::kExpertWeightGrad, rows * ep / experts, spec.shape.back(), n / experts);
     }
     const int64_t gone = ep == 1 || dense ? between : std::llround(moved_);  // what S5 has summed
     if (recomputes()) return {hidden_, kept, std::max(kept, kept - gone + work), elements, kept - gone - hidden_};
     const bool cheaply = config_.train.recompute == Recompute::kCheap;
     // Of normed, linear keeps this, and of experts' rows the grouped product where its weight gradient is in fp8.
     int64_t in_fp8 = config_.train.dtype == TrainDtype::kFp8 ? hidden_ / 2 : 0;
-    if (in_fp8 > 0 && experts_in_fp8(rows, expert)) in_fp8 += rows * each.expert_row_cheap / 2;
+    if (in_fp8 > 0 && experts_in_fp8) in_fp8 += rows * each.expert_row_cheap / 2;
     const int64_t cheap = cheaply ? tokens_ * each.token_cheap + rows * each.expert_row_cheap - in_fp8 : 0;
     return {kept - cheap - gone, cheap + gone, cheap + work, elements, cheap};
   }

@@ -404,5 +404,16 @@ TEST(Fp8Wins, WithCopiesAloneAndOnGpusFromTheTablesSizesOn) {
   }
 }
 
+TEST(Fp8Wins, EachBoundOfTheTableCounts) {
+  for (size_t p = 0; p < fp8_bounds().size(); ++p) {
+    const auto& [name, rows, columns, elements] = fp8_bounds()[p];
+    const auto product = static_cast<Fp8Product>(p);
+    EXPECT_TRUE(fp8_pays(product, rows, columns, elements)) << name;
+    EXPECT_FALSE(fp8_pays(product, rows - 1, columns, elements)) << name;
+    EXPECT_FALSE(fp8_pays(product, rows, columns - 1, elements)) << name;
+    EXPECT_FALSE(fp8_pays(product, rows, columns, elements - 1)) << name;
+  }
+}
+
 }  // namespace
 }  // namespace marrow
