@@ -102,9 +102,8 @@ class GptOssLayer final : public DecoderLayer {
     const at::Tensor& offsets = rows.offsets;
     const at::Tensor gate_up = add_expert_bias_(grouped_linear(rows, gate_up_, queue, /*input_major=*/true).value,
                                                 gate_up_bias_, offsets, {}, queue);
-    const at::Tensor activated =
-        cheap(context, [=] { return clamped_swiglu(gate_up, row_weights, kSwigluAlpha, kSwigluLimit, offsets); });
-    const at::Tensor result = grouped_linear(activated, down_, offsets, queue, /*input_major=*/true);
+    const auto make = [=] { return clamped_swiglu(gate_up, row_weights, kSwigluAlpha, kSwigluLimit, offsets); };
+    const at::Tensor result = grouped_linear(cheap(context, make, down_), down_, offsets, queue, /*input_major=*/true);
     return {add_expert_bias_(result, down_bias_, offsets, row_weights, queue), offsets};
   }
 

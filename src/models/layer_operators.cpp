@@ -17,9 +17,10 @@ Parameter LayerParameters::if_any(std::string_view name) const {
   return found == table.end() ? Parameter{} : found->second;
 }
 
-at::Tensor cheap(const LayerContext& context, const std::function<at::Tensor()>& make) {
+at::Tensor cheap(const LayerContext& context, const std::function<at::Tensor()>& make, const Parameter& reader) {
   const at::Tensor made = make();
-  if (context.recompute != nullptr) context.recompute->add({made}, [make] { return std::vector{make()}; });
+  if (context.recompute == nullptr || weight_grad_in_fp8(reader, made)) return made;
+  context.recompute->add({made}, [make] { return std::vector{make()}; });
   return made;
 }
 
@@ -47,9 +48,8 @@ RouterOutput route(const LayerContext& context, const at::Tensor& normed, const 
 
 at::Tensor swiglu_mlp(const LayerContext& context, const at::Tensor& x, const Parameter& gate_up,
                       const Parameter& down) {
-  const at::Tensor both = linear(x, gate_up, *context.weight_grads);
-  const at::Tensor activated = cheap(context, [=] { return swiglu(both); });
-  return linear(activated, down, *context.weight_grads);
+  const auto activate = [both = linear(x, gate_up, *context.weight_grads)] { return swiglu(both); };
+  return linear(cheap(context, activate, down), down, *context.weight_grads);
 }
 
 ExpertRows swiglu_experts(const LayerContext& context, const ExpertRows& rows, const at::Tensor& row_weights,

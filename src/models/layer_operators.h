@@ -14,8 +14,8 @@ struct LayerParameters {
   Parameter if_any(std::string_view name) const;  // undefined where this layer has none
 };
 
-// make(), whose result train.recompute = "cheap" makes again for the backward.
-at::Tensor cheap(const LayerContext& context, const std::function<at::Tensor()>& make);
+// make(), which train.recompute = "cheap" makes again for the backward, unless only `reader` reads it, and in fp8.
+at::Tensor cheap(const LayerContext& context, const std::function<at::Tensor()>& make, const Parameter& reader = {});
 
 // The same of queries and keys; values are a view of what they were made of.
 using Heads = std::tuple<at::Tensor, at::Tensor, at::Tensor>;  // q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]

@@ -2,16 +2,11 @@
 
 namespace marrow {
 
-bool weight_grad_in_fp8(const Parameter& weight, const at::Tensor& rows, int64_t outer) {
-  return weight.grad.defined() && at::GradMode::is_enabled() &&
-         fp8_wins(weight, Fp8Product::kExpertWeightGrad, rows, outer);
-}
-
 std::shared_ptr<Fp8Handover> make_handover(const Parameter& weight, Fp8Product product, const at::Tensor& rows) {
   if (weight.fp8 == nullptr) return nullptr;
   const int64_t outer = weight.value.size(1) * weight.value.size(2) / rows.size(1);
   if (!fp8_wins(weight, product, rows, outer)) return nullptr;
-  return std::make_shared<Fp8Handover>(Fp8Handover{weight_grad_in_fp8(weight, rows, outer), {}, {}});
+  return std::make_shared<Fp8Handover>(Fp8Handover{weight_grad_in_fp8(weight, rows), {}, {}});
 }
 
 Fp8Matrix memory_for(const std::shared_ptr<Fp8Handover>& handover, const at::Tensor& rows) {

@@ -25,9 +25,6 @@ struct ExpertRows {
   bool only_in_fp8() const { return fp8 != nullptr && fp8->both; }  // nobody keeps value for a backward
 };
 
-// Whether the weight's gradient, from `rows` [R, inner] or their result's gradient, `outer` wide, is in fp8.
-bool weight_grad_in_fp8(const Parameter& weight, const at::Tensor& rows, int64_t outer);
-
 // For rows that this product of the experts' weight reads: null unless it is in fp8.
 std::shared_ptr<Fp8Handover> make_handover(const Parameter& weight, Fp8Product product, const at::Tensor& rows);
 

@@ -167,6 +167,12 @@ void accumulate_fp8(const Tensor& grad, const Fp8Matrix& dy, const Fp8Matrix& x)
   MARROW_CUDA_CALL(fp8_weight_grad_cuda(cublas_lt_handle(), dy.data, dy.scale, x.data, x.scale, grad, workspace));
 }
 
+bool weight_grad_in_fp8(const Parameter& weight, const Tensor& rows) {
+  if (weight.fp8 == nullptr || !weight.grad.defined() || !at::GradMode::is_enabled()) return false;
+  const auto product = weight.value.dim() == 3 ? Fp8Product::kExpertWeightGrad : Fp8Product::kWeightGrad;
+  return fp8_wins(weight, product, rows, weight.value.size(-2) * weight.value.size(-1) / rows.size(1));
+}
+
 const std::array<Fp8Bound, 6>& fp8_bounds() {
   // Measured: docs/benchmarks.md. Quantising costs by rows and what is summed over, the product gains by columns too.
   static constexpr std::array<Fp8Bound, 6> bounds = {{{"forward", 4096, 1536, 3 << 20},

@@ -67,6 +67,9 @@ enum class Fp8Product { kForward, kInputGrad, kWeightGrad, kExpertForward, kExpe
 // weight has copies, and on the GPU the sizes fit and are such that fp8 is faster, by the table in the .cpp. A weight's
 // gradient is [inner, outer], or the other way round.
 bool fp8_wins(const Parameter& weight, Fp8Product product, const at::Tensor& rows, int64_t outer);
+// Whether the gradient of a weight, of experts too, is wanted and in fp8 where the weight reads `rows`: then its
+// product keeps their form in fp8 alone. `rows` may also be the gradient of what it makes of them.
+bool weight_grad_in_fp8(const Parameter& weight, const at::Tensor& rows);
 
 // The least rows (of an expert, on average), columns and elements of the weight of a product in fp8 on the GPU.
 struct Fp8Bound {

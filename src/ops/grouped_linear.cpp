@@ -136,13 +136,13 @@ ExpertRows grouped_linear(const ExpertRows& expert_rows, const Parameter& weight
                {-1, input_major ? rows.size(-1) : -1, input_major ? -1 : rows.size(-1)});
   check_tensor(weight.name + ": rows", rows, dtype, {-1, -1});
   check_tensor(weight.name + ": offsets", offsets, at::kInt, {weight.value.size(0)}, rows.device());
-  const int64_t n = weight.value.size(1), k = weight.value.size(2), outer = input_major ? k : n;
+  const int64_t n = weight.value.size(1), k = weight.value.size(2);
   MARROW_CHECK(rows.is_cpu() || rows.scalar_type() == at::kFloat || (n % 8 == 0 && k % 8 == 0), ExitCode::kUsage,
                Fix("choose hidden and intermediate sizes divisible by 8, or set train.dtype = "
                    "\"fp32\""),
                "{}: the grouped bf16 product needs sizes divisible by 8, not [{}, {}]", weight.name, n, k);
   const Tensor in = rows.detach();
-  const bool weight8 = rows.requires_grad() && weight_grad_in_fp8(weight, in, outer);
+  const bool weight8 = rows.requires_grad() && weight_grad_in_fp8(weight, in);
   // What the products read of x or of dy in fp8.
   const auto forms = [=](const Tensor& from, const std::shared_ptr<Fp8Handover>& handover, Fp8Product product) {
     const bool direct = from.size(0) > 0 && fp8_wins(weight, product, from, n * k / from.size(1));

@@ -15,8 +15,7 @@ Tensor linear(const Tensor& x, const Parameter& weight, WeightGradQueue& queue, 
   const int64_t n = weight.value.size(0), k = weight.value.size(1);
   Tensor in = x.detach();
   const bool forward8 = fp8_wins(weight, Fp8Product::kForward, in, n);
-  const bool weight8 = fp8_wins(weight, Fp8Product::kWeightGrad, in, n) && weight.grad.defined() && x.requires_grad() &&
-                       at::GradMode::is_enabled();
+  const bool weight8 = x.requires_grad() && weight_grad_in_fp8(weight, in);
   Fp8Pair in8;
   if (forward8 || weight8) in8 = quantize_rows(in.contiguous(), forward8, weight8);
   Tensor y;
@@ -27,8 +26,7 @@ Tensor linear(const Tensor& x, const Parameter& weight, WeightGradQueue& queue, 
     y = bias != nullptr ? at::addmm(bias->value, in, weight.value.t()) : at::mm(in, weight.value.t());
   }
   if (weight8) in = Tensor();
-  const Fp8Matrix kept = in8.transposed;
-  return differentiable({x}, {y}, [=, &queue](const variable_list& d_out) -> variable_list {
+  return differentiable({x}, {y}, [=, &queue, kept = in8.transposed](const variable_list& d_out) -> variable_list {
     const Tensor &dy = d_out[0], &weight_grad = weight.grad;
     const bool input8 = fp8_wins(weight, Fp8Product::kInputGrad, dy, k);
     Fp8Pair dy8;

@@ -415,5 +415,26 @@ TEST(Fp8Wins, EachBoundOfTheTableCounts) {
   }
 }
 
+TEST(Fp8Wins, WeightGradientsThatAreWanted) {
+  for (const at::Device device : test_devices()) {
+    const auto zeros = [&](at::IntArrayRef sizes) { return at::zeros(sizes, at::device(device).dtype(at::kBFloat16)); };
+    for (Parameter weight : {make_parameter(zeros({4096, 2048})), make_parameter(zeros({1, 7168, 2048}))}) {
+      const Tensor x = zeros({4096, 2048}), dy = zeros({4096, weight.value.size(-2)});
+      EXPECT_FALSE(weight_grad_in_fp8(weight, x));
+      weight.fp8 = std::make_shared<Fp8Weight>();
+      EXPECT_TRUE(weight_grad_in_fp8(weight, x));
+      EXPECT_TRUE(weight_grad_in_fp8(weight, dy));
+      EXPECT_EQ(weight_grad_in_fp8(weight, x.slice(0, 0, 1024)), device.is_cpu());  // fewer than either bound
+      const at::NoGradGuard no_grad;
+      EXPECT_FALSE(weight_grad_in_fp8(weight, x));
+    }
+    Parameter frozen = make_parameter(zeros({4096, 2048}));
+    frozen.fp8 = std::make_shared<Fp8Weight>();
+    frozen.grad = Tensor();
+    EXPECT_FALSE(weight_grad_in_fp8(frozen, zeros({4096, 2048})));
+    EXPECT_FALSE(weight_grad_in_fp8({}, zeros({4096, 2048})));
+  }
+}
+
 }  // namespace
 }  // namespace marrow
