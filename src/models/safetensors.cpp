@@ -88,12 +88,15 @@ std::vector<StoredTensor> read_header(const MappedFile& file) {
   MARROW_CHECK(data_begin <= file_bytes, ExitCode::kBadInput, fetch_again(),
                "{}: the header takes {} bytes, but the file ends after {}", path, data_begin, file_bytes);
   const std::string_view json(reinterpret_cast<const char*>(bytes.data()) + kLengthBytes, length);
-  MARROW_CHECK(json.starts_with('{'), ExitCode::kBadInput, fetch_again(), "{}: the header does not start with '{{'",
-               path);
+  const std::string damaged = "the safetensors header of " + path + " is damaged";
+  MARROW_CHECK(json.starts_with('{'), ExitCode::kBadInput, fetch_again(), "{}: it does not start with '{{'", damaged);
   std::vector<StoredTensor> tensors;
-  for (const auto& [name, entry] : Json::parse(json, path).items()) {
-    if (name == "__metadata__") continue;
-    tensors.push_back(read_entry(name, entry, data_begin, file_bytes - data_begin));
+  try {
+    for (const auto& [name, entry] : Json::parse(json, damaged).items()) {
+      if (name != "__metadata__") tensors.push_back(read_entry(name, entry, data_begin, file_bytes - data_begin));
+    }
+  } catch (const Error& error) {  // says how to mend a JSON file
+    MARROW_THROW(ExitCode::kBadInput, fetch_again(), "{}", error.what());
   }
   std::ranges::stable_sort(tensors, {}, [](const auto& tensor) { return std::pair(tensor.begin, tensor.end); });
   check_coverage(tensors, data_begin, file_bytes, path);

@@ -102,8 +102,27 @@ TEST_F(SafetensorsTest, RefusesDamagedLengths) {
   expect_contains(refusal(make_file("{}", 0, 100'000'001)), {"100000001", "100000000"});
   expect_contains(refusal(make_file("{}", 0, INT64_MAX)), {"9223372036854775807"});
   expect_contains(refusal(make_file(" {}", 0)), {"does not start with"});
-  expect_contains(refusal(make_file("{]", 0)), {"not valid JSON"});
   expect_contains(refusal(make_file("[1]", 0)), {"does not start with"});
+}
+
+// It is no JSON file that could be mended.
+TEST_F(SafetensorsTest, SaysThatTheHeaderIsDamaged) {
+  for (const auto& [json, why] : {std::pair("{]", "not valid JSON"),
+                                  {"{\"w\": {}, \"w\": {}}", "twice"},
+                                  {"{\"w\": 3}", "w: expected an object, found 3"},
+                                  {"{\"w\": {\"dtype\": \"F32\"}}", "w.shape: this key is missing"},
+                                  {"[1]", "does not start with"}}) {
+    const std::string path = make_file(json, 0);
+    try {
+      TensorFiles file({path});
+      ADD_FAILURE() << json;
+    } catch (const Error& error) {
+      EXPECT_TRUE(error.report().what.starts_with("the safetensors header of " + path + " is damaged: "));
+      expect_contains(error.report().what, {why});
+      EXPECT_EQ(error.report().code, ExitCode::kBadInput);
+      EXPECT_EQ(error.report().fix, "copy or download the file again; it is damaged");
+    }
+  }
   expect_contains(refusal(make_file(std::string("{}\0{x", 5), 0)), {"not valid JSON", "column 3: a zero byte"});
 }
 
