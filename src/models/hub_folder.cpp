@@ -74,10 +74,10 @@ void decide_rope(const Json& config, std::map<std::string, std::string>& fields)
 std::map<std::string, std::string> decided_fields(const Json& config, at::ScalarType dtype, int64_t end_of_document) {
   const std::string type = dtype == at::kBFloat16 ? "\"bfloat16\"" : "\"float32\"";
   std::map<std::string, std::string> fields{
-      {"architectures", config.has("architectures") ? config.at("architectures").dump() : default_architecture(config)},
       {"torch_dtype", type},
       {"dtype", type},
       {"tie_word_embeddings", json_text(config.bool_or("tie_word_embeddings", false))}};
+  if (!given(config, "architectures")) fields["architectures"] = default_architecture(config);
   decide_rope(config, fields);
   for (const char* key : {"num_experts", "num_local_experts"}) {
     if (config.has(key)) fields["num_experts"] = fields["num_local_experts"] = config.at(key).dump();

@@ -35,6 +35,23 @@ TEST(PublishedModels, HaveTheirParameters) {
   }
 }
 
+// A model is exported with what its config.json says there.
+TEST(PublishedModels, ArchitecturesAreAListOfNames) {
+  for (const char* name :
+       {"qwen3-30b-a3b", "deepseek-v2-lite", "moonlight-16b-a3b", "gpt-oss-20b", "qwen3.5-35b-a3b"}) {
+    for (const char* value : {"\"Qwen3MoeForCausalLM\"", "3", "[3]", "[\"A\", null]", "{\"A\": 1}", "true"}) {
+      test::expect_refused(test::published(name), "architectures", value);
+    }
+    for (const char* value : {"null", "[]", "[\"A\"]", ""}) {
+      EXPECT_NO_THROW(open_model(test::changed(test::published(name), "architectures", value))) << name << value;
+    }
+  }
+  const std::string text = test::published("qwen3.5-35b-a3b").dump();
+  const Json whole = Json::parse(JsonWriter().field("model_type", "qwen3_5_moe").raw("text_config", text).text(), "c");
+  EXPECT_NO_THROW(open_model(whole));
+  for (const char* path : {"architectures", "text_config.architectures"}) test::expect_refused(whole, path, "\"A\"");
+}
+
 // Each size is possible by itself.
 TEST(PublishedModels, ProductsOfSizesThatOverflowAreRefused) {
   for (const char* name : {"qwen3-30b-a3b", "deepseek-v2-lite", "moonlight-16b-a3b", "gpt-oss-20b"}) {
