@@ -43,7 +43,7 @@ std::string advice(const MoeModel& model, const PretrainConfig& config, int64_t 
   std::string text;
   const auto helps = [&](const char* name, PretrainConfig changed) {
     try {
-      resolve_mesh(changed, changed.mesh.world());
+      check_model_fits(changed, model.shape(), changed.mesh.world());
       const int64_t then = largest(estimate_run(model, changed));
       if (then >= now) return false;
       text +=

@@ -28,10 +28,10 @@ struct ModelShape {
   int64_t hidden = 0;  // H
   int64_t vocab = 0;   // V, rows of the embedding: may exceed the tokenizer's
   int64_t max_position = 0;
-  std::vector<double> rope_frequencies;  // [D/2], of RoPE's pairs; fewer where only a part of each head turns
-  double rope_scale = 1;                 // of cos and sin
-  int64_t experts = 0;                   // E
-  int64_t top_k = 0;                     // k
+  std::vector<double> rope_frequencies = {};  // [D/2], of RoPE's pairs; fewer where only a part of each head turns
+  double rope_scale = 1;                      // of cos and sin
+  int64_t experts = 0;                        // E
+  int64_t top_k = 0;                          // k
   double rms_norm_eps = 1e-6;
   double norm_offset = 0;  // what norms add to their weights: 1 where these say how far a factor is from 1
   double initializer_range = 0.02;

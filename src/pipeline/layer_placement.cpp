@@ -85,13 +85,9 @@ ModelCosts model_costs(const MoeModel& model, int64_t seq_len, int64_t tokens, i
 }
 
 std::vector<LayerRange> place_layers(const PipelineShape& shape, const ModelCosts& costs) {
-  const int64_t layers = std::ssize(costs.layers), chunks = shape.chunks();
-  MARROW_CHECK(layers >= chunks, ExitCode::kUsage,
-               Fix(fmt::format("lower mesh.pp{}", shape.slots() == 2 ? " or set mesh.schedule = \"1f1b\"" : "")),
-               "the model has {} layers; mesh.pp = {} cuts it into {} chunks", layers, shape.pp, chunks);
   Placer placer(shape, costs);
-  std::vector<LayerRange> ranges(chunks);
-  LayerRange left{0, layers};
+  std::vector<LayerRange> ranges(shape.chunks());
+  LayerRange left{0, std::ssize(costs.layers)};
   for (int64_t rank = 0; rank < shape.pp; ++rank) {
     const auto& choice = placer.best(rank, left.begin, left.end);
     if (choice.back > 0) ranges[shape.chunk_at(rank, 1)] = {left.end - choice.back, left.end};

@@ -22,7 +22,7 @@ ModelCosts model_costs(const MoeModel& model, int64_t seq_len, int64_t tokens, i
 
 // The layers of each chunk, by its place in the model: consecutive, none empty, all layers once. The slowest rank is as
 // fast as can be, the head counted where the last chunk is; where an eighth of a mean layer decides, it is the fewest
-// layers on a rank (memory), then the fastest slowest chunk. Fewer layers than chunks: Error (kUsage).
+// layers on a rank (memory), then the fastest slowest chunk. For at least as many layers as chunks (check_model_fits).
 std::vector<LayerRange> place_layers(const PipelineShape& shape, const ModelCosts& costs);
 
 // Of `tokens` a micro-batch: a backward takes two forwards, a fused pair the sum of its halves.

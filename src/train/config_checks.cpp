@@ -3,6 +3,7 @@
 
 #include <fmt/ranges.h>
 
+#include <bit>
 #include <filesystem>
 
 #include "train/pretrain_config.h"
@@ -69,52 +70,52 @@ void check_mesh(const PretrainConfig& config) {
 
 std::array<int64_t*, 4> sides(PretrainConfig::MeshSizes& mesh) { return {&mesh.pp, &mesh.dp, &mesh.cp, &mesh.ep}; }
 
-bool mesh_fits(PretrainConfig config, int64_t world) try {
-  resolve_mesh(config, world);
+bool mesh_fits(const PretrainConfig& config, const ModelShape& shape) try {
+  const PipelineShape pipeline{config.mesh.schedule, config.mesh.pp};
+  if (shape.experts % config.mesh.ep != 0 || shape.layers < pipeline.chunks()) return false;
+  if (shape.tied_embeddings && pipeline.pp > 1 && pipeline.slots() == 1) return false;
+  check_mesh(config);
   return true;
 } catch (const Error&) {
   return false;
 }
 
 // Meshes of `world` ranks: those first that change the fewest of the given sizes, by the least, dp before others.
-std::string nearest_meshes(PretrainConfig config, int64_t world) {
-  std::vector<int64_t> divisors;
-  for (int64_t n = 1; n <= world; ++n) {
-    if (world % n == 0) divisors.push_back(n);
-  }
+std::string nearest_meshes(PretrainConfig config, const ModelShape& shape, int64_t world) {
   const PretrainConfig::MeshSizes given = config.mesh;
-  const auto change = [](int64_t from, int64_t to, double weight) {
-    return from == 0 || from == to ? 0 : weight + std::abs(std::log2(1.0 * to / from));
+  PretrainConfig::MeshSizes& to = config.mesh;
+  const auto change = [](int64_t from, int64_t size, double weight = 3) {
+    return from == 0 || from == size ? 0 : weight + std::abs(std::log2(1.0 * size / from));
   };
-  std::multimap<double, std::array<int64_t, 4>> candidates;  // by what they change
-  for (const int64_t pp : divisors) {
-    for (const int64_t dp : divisors) {
-      for (const int64_t cp : divisors) {
-        const int64_t ep = world / (pp * dp * cp);
-        if (ep * pp * dp * cp != world) continue;
-        candidates.emplace(
-            change(given.pp, pp, 3) + change(given.dp, dp, 2.5) + change(given.cp, cp, 3) + change(given.ep, ep, 3),
-            std::array{pp, dp, cp, ep});
+  std::multimap<double, PretrainConfig::MeshSizes> candidates;  // by what they change
+  for (to.pp = 1; to.pp <= world; ++to.pp) {
+    for (to.dp = 1; to.pp * to.dp <= world; ++to.dp) {
+      for (to.cp = 1; to.pp * to.dp * to.cp <= world; ++to.cp) {
+        to.ep = world / (to.pp * to.dp * to.cp);
+        if (to.world() != world) continue;
+        const double changed = change(given.pp, to.pp) + change(given.dp, to.dp, 2.5) + change(given.cp, to.cp);
+        candidates.emplace(changed + change(given.ep, to.ep), to);
       }
     }
   }
   std::vector<std::string> texts;
-  for (auto it = candidates.begin(); it != candidates.end() && texts.size() < 3; ++it) {
-    for (size_t side = 0; side < 4; ++side) *sides(config.mesh)[side] = it->second[side];
-    if (mesh_fits(config, world)) texts.push_back(mesh_text(config.mesh));
+  for (const auto& [_, mesh] : candidates) {
+    config.mesh = mesh;
+    if (texts.size() < 3 && mesh_fits(config, shape)) texts.push_back(mesh_text(mesh));
   }
   return fmt::format("{}", fmt::join(texts, ", or "));
 }
 
-// "1 or 2, ": the divisors of `experts` that go with the batch sizes and the number of processes, if any does.
-std::string expert_ranks(const PretrainConfig& config, int64_t experts, int64_t world) {
-  std::vector<int64_t> fitting;
-  for (int64_t n = 1; n <= experts; ++n) {
-    PretrainConfig changed = config;
-    changed.mesh.ep = n;
-    if (experts % n == 0 && mesh_fits(changed, world)) fitting.push_back(n);
-  }
-  return fmt::format("{}{}", fmt::join(fitting, " or "), fitting.empty() ? "" : ", ");
+// Meshes of `world` ranks, or another number of them for the given mesh; if neither fits, of a power of two below.
+std::string what_fits(PretrainConfig config, const ModelShape& shape, int64_t world) {
+  const std::string here = nearest_meshes(config, shape, world);
+  for (int64_t* size : sides(config.mesh)) *size = std::max<int64_t>(*size, 1);
+  std::string there = mesh_fits(config, shape) ? mesh_text(config.mesh) : "";
+  if (there.empty() && !here.empty()) return "set [mesh] to " + here;
+  int64_t ranks = there.empty() ? world : config.mesh.world();
+  while (there.empty() && ranks > 1) there = nearest_meshes(config, shape, ranks = std::bit_floor(ranks - 1ul));
+  return fmt::format("start {0} process{1} (--processes {0}) with [mesh] {2}{3}{4}", ranks, ranks == 1 ? "" : "es",
+                     there, here.empty() ? "" : ", or set [mesh] to ", here);
 }
 
 }  // namespace
@@ -179,33 +180,34 @@ void check_model_fits(PretrainConfig& config, const ModelShape& shape, int64_t w
   const auto check_mesh_sizes = [&] {
     const int64_t ep = std::max<int64_t>(config.mesh.ep, 1);
     MARROW_CHECK(shape.experts % ep == 0, ExitCode::kUsage,
-                 Fix("set mesh.ep to {}a divisor of {}", expert_ranks(config, shape.experts, world), shape.experts),
+                 Fix("set mesh.ep to a divisor of {}: {}", shape.experts, what_fits(config, shape, world)),
                  "{} experts do not divide by mesh.ep = {}", shape.experts, ep);
     MARROW_CHECK(!shape.tied_embeddings || config.mesh.pp <= 1 || config.mesh.schedule == PipelineSchedule::kDualPipeV,
                  ExitCode::kUsage, Fix("set mesh.schedule = \"dualpipev\", which has embedding and head on one rank"),
                  "mesh.schedule = \"1f1b\" with mesh.pp = {} divides the tied embedding of the model", config.mesh.pp);
   };
   check_mesh_sizes();  // first what fits with no number of processes
-  resolve_mesh(config, world);
+  resolve_mesh(config, world, shape);
   check_mesh_sizes();
+  const PipelineShape pipeline{config.mesh.schedule, config.mesh.pp};
+  const bool is_short = shape.layers < pipeline.pp || shape.tied_embeddings;  // for 1F1B too
+  MARROW_CHECK(shape.layers >= pipeline.chunks(), ExitCode::kUsage,
+               Fix("{}{}", what_fits(config, shape, world), is_short ? "" : ", or set mesh.schedule = \"1f1b\""),
+               "the model has {} layers; mesh.pp = {} cuts it into {} chunks", shape.layers, pipeline.pp,
+               pipeline.chunks());
 } catch (Error& error) {
   throw locate(error, config);
 }
 
-void resolve_mesh(PretrainConfig& config, int64_t world) {
-  int64_t product = 1;
-  int64_t* automatic = nullptr;
+void resolve_mesh(PretrainConfig& config, int64_t world, const ModelShape& shape) {
+  int64_t product = 1, *automatic = nullptr;
   for (int64_t* size : sides(config.mesh)) {
     if (*size == 0) automatic = size;
     product *= std::max<int64_t>(*size, 1);
   }
-  if (automatic == nullptr ? product != world : world % product != 0) {
-    const std::string meshes = nearest_meshes(config, world);
-    MARROW_THROW(ExitCode::kUsage,
-                 Fix("start {0} processes (--processes {0}){1}{2}", product,
-                     meshes.empty() ? "" : ", or set [mesh] to ", meshes),
-                 "mesh {} does not fit {} process{}", mesh_text(config.mesh), world, world == 1 ? "" : "es");
-  }
+  MARROW_CHECK(automatic == nullptr ? product == world : world % product == 0, ExitCode::kUsage,
+               Fix(what_fits(config, shape, world)), "mesh {} does not fit {} process{}", mesh_text(config.mesh), world,
+               world == 1 ? "" : "es");
   if (automatic != nullptr) *automatic = world / product;
   check_mesh(config);
 }

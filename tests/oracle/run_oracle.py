@@ -293,7 +293,7 @@ def bad_models():
     refused(marrow("pretrain", toml("bad", data__train=[str(WORK / "short")])), 3, "short", "10 tokens", "seq_len")
     refused(marrow("pretrain", toml("bad", train__global_batch=5)), 2, "global_batch")
     refused(marrow("pretrain", toml("bad", mesh__ep=3, train__global_batch=6)), 2, "experts do not divide by mesh.ep = 3", "divisor of")
-    refused(marrow("pretrain", toml("bad", mesh__ep=3)), 2, "experts do not divide by mesh.ep = 3", "set mesh.ep to 1, a divisor of 8")
+    refused(marrow("pretrain", toml("bad", mesh__ep=3)), 2, "experts do not divide by mesh.ep = 3", "set mesh.ep to a divisor of 8: set [mesh] to pp 1 x dp 1 x cp 1 x ep 1")
     for words in ((), ("--processes", "3")):
         refused(marrow("pretrain", toml("bad", mesh__ep=3), *words), 2, "experts do not divide", "mesh.ep at ")
     refused(subprocess.run([MARROW, "pretrain", "/dev/stdin", "--processes", "2"], text=True, capture_output=True,

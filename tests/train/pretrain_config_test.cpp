@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <fstream>
 #include <random>
+#include <regex>
 
 namespace marrow {
 namespace {
@@ -233,23 +234,100 @@ TEST_F(ConfigTest, FaultsBetweenKeys) {
 
 // Of the model's 8 experts, first of all; and what is proposed goes with the batch of 16 and the processes.
 TEST_F(ConfigTest, ExpertRanksDivideTheExperts) {
-  ModelShape shape;
-  shape.experts = 8;
-  shape.max_position = 4096;
-  for (const auto& [world, fix] : {std::pair(6, "set mesh.ep to 1 or 2, a divisor of 8"),
-                                   {3, "set mesh.ep to a divisor of 8"},
-                                   {8, "set mesh.ep to 1 or 2 or 4 or 8, a divisor of 8"}}) {
+  const ModelShape shape{.layers = 4, .max_position = 4096, .experts = 8};
+  for (const auto& [world, fix] :
+       {std::pair(
+            6, "set [mesh] to pp 3 x dp 1 x cp 1 x ep 2, or pp 3 x dp 2 x cp 1 x ep 1, or pp 3 x dp 1 x cp 2 x ep 1"),
+        {3,
+         "start 2 processes (--processes 2) with [mesh] pp 1 x dp 1 x cp 1 x ep 2, or pp 1 x dp 2 x cp 1 x ep 1, or "
+         "pp 1 x dp 1 x cp 2 x ep 1"},
+        {8, "set [mesh] to pp 1 x dp 2 x cp 1 x ep 4, or pp 1 x dp 4 x cp 1 x ep 2, or pp 1 x dp 1 x cp 1 x ep 8"}}) {
     PretrainConfig config = read(kFive, {"mesh.ep=3", "mesh.dp=auto", fmt::format("mesh.pp={}", world == 6 ? 3 : 1),
-                                         fmt::format("train.micro_batch={}", world == 8 ? 2 : 1)});
+                                         fmt::format("train.micro_batch={}", world == 8 ? 2 : 1),
+                                         fmt::format("mesh.schedule={}", world == 6 ? "1f1b" : "dualpipev")});
     try {
       check_model_fits(config, shape, world);
       FAIL();
     } catch (const Error& error) {
       EXPECT_EQ(std::string(error.what()), "8 experts do not divide by mesh.ep = 3");
-      EXPECT_EQ(error.report().fix, fix);
+      EXPECT_EQ(error.report().fix, std::string("set mesh.ep to a divisor of 8: ") + fix);
       EXPECT_EQ(error.report().who, (std::vector<std::string>{"config run.toml", "mesh.ep at --set mesh.ep"}));
     }
   }
+}
+
+TEST_F(ConfigTest, EveryChunkOfThePipelineHasALayer) {
+  const auto error_of = [](std::vector<std::string> set, ModelShape shape, int64_t world) {
+    shape.max_position = 4096;
+    shape.experts = 8;
+    PretrainConfig config = read(kFive, set);
+    try {
+      check_model_fits(config, shape, world);
+      ADD_FAILURE() << "accepted";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.report().code, ExitCode::kUsage);
+      return error.report();
+    }
+    return ErrorReport{};
+  };
+  const ErrorReport one = error_of({"mesh.pp=2"}, {.layers = 1}, 2);
+  EXPECT_EQ(one.what, "the model has 1 layers; mesh.pp = 2 cuts it into 4 chunks");
+  EXPECT_EQ(one.fix,
+            "set [mesh] to pp 1 x dp 2 x cp 1 x ep 1, or pp 1 x dp 1 x cp 1 x ep 2, or pp 1 x dp 1 x cp 2 x ep 1");
+  EXPECT_EQ(one.who, (std::vector<std::string>{"config run.toml", "mesh.pp at --set mesh.pp"}));
+  EXPECT_TRUE(error_of({"mesh.pp=2"}, {.layers = 3}, 2).fix.ends_with(", or set mesh.schedule = \"1f1b\""));
+  const ModelShape tied{.layers = 3, .tied_embeddings = true};  // 1F1B would divide the embedding
+  EXPECT_EQ(error_of({"mesh.pp=2"}, tied, 2).fix.find("1f1b"), std::string::npos);
+  // Two processes could not be what the mesh says.
+  EXPECT_EQ(error_of({"mesh.pp=2"}, {.layers = 1}, 1).fix, "set [mesh] to pp 1 x dp 1 x cp 1 x ep 1");
+  EXPECT_EQ(error_of({"mesh.pp=5", "mesh.dp=1", "data.seq_len=1022"}, {.layers = 1}, 5).fix,
+            "start 4 processes (--processes 4) with [mesh] pp 1 x dp 4 x cp 1 x ep 1, or pp 1 x dp 1 x cp 1 x ep 4, or "
+            "pp 1 x dp 2 x cp 1 x ep 2");
+}
+
+// Whatever an error proposes, works.
+TEST_F(ConfigTest, ProposedMeshesWork) {
+  const std::regex mesh("pp ([0-9]+) x dp ([0-9]+) x cp ([0-9]+) x ep ([0-9]+)");
+  int64_t proposals = 0, failures = 0;
+  for (int i = 0; i < 2000; ++i) {
+    std::mt19937_64 random(i);
+    const auto one_of = [&](int64_t low, int64_t high) {
+      return low + static_cast<int64_t>(random() % (high - low + 1));
+    };
+    PretrainConfig config = read(kFive);
+    config.mesh.pp = one_of(1, 4), config.mesh.ep = one_of(1, 4), config.mesh.cp = one_of(1, 2);
+    config.mesh.dp = one_of(0, 3);
+    config.mesh.schedule = i % 3 == 0 ? PipelineSchedule::kOneFOneB : PipelineSchedule::kDualPipeV;
+    config.train.global_batch = 4 * one_of(1, 6), config.train.micro_batch = one_of(1, 2);
+    const ModelShape shape{
+        .layers = one_of(1, 6), .max_position = 4096, .experts = one_of(2, 9), .tied_embeddings = i % 5 == 0};
+    const PretrainConfig given = config;
+    try {
+      check_model_fits(config, shape, one_of(1, 12));
+    } catch (const Error& error) {
+      const std::string& fix = error.report().fix;
+      if (error.report().what.find("does not fit") == std::string::npos &&
+          error.report().what.find("experts do not divide") == std::string::npos &&
+          error.report().what.find("the model has") == std::string::npos) {
+        continue;
+      }
+      ++failures;
+      EXPECT_NE(fix.find("[mesh]"), std::string::npos) << fix;
+      for (std::sregex_iterator it(fix.begin(), fix.end(), mesh); it != std::sregex_iterator(); ++it) {
+        PretrainConfig proposed = given;
+        proposed.mesh.pp = std::stoll((*it)[1]), proposed.mesh.dp = std::stoll((*it)[2]);
+        proposed.mesh.cp = std::stoll((*it)[3]), proposed.mesh.ep = std::stoll((*it)[4]);
+        EXPECT_NO_THROW(check_model_fits(proposed, shape, proposed.mesh.world())) << error.what() << fix;
+        ++proposals;
+      }
+      if (!fix.ends_with("\"1f1b\"")) continue;
+      PretrainConfig proposed = given;
+      proposed.mesh.schedule = PipelineSchedule::kOneFOneB;
+      EXPECT_NO_THROW(check_model_fits(proposed, shape, config.mesh.world())) << error.what() << fix;
+    }
+  }
+  EXPECT_GT(failures, 500);
+  EXPECT_GT(proposals, 1000);
 }
 
 TEST_F(ConfigTest, MeshFitsTheProcesses) {
@@ -278,7 +356,9 @@ TEST_F(ConfigTest, MeshFitsTheProcesses) {
     resolve_mesh(odd, 3);
     FAIL();
   } catch (const Error& error) {
-    EXPECT_EQ(error.report().fix, "start 2 processes (--processes 2), or set [mesh] to pp 3 x dp 1 x cp 1 x ep 1");
+    EXPECT_EQ(error.report().fix,
+              "start 2 processes (--processes 2) with [mesh] pp 1 x dp 1 x cp 1 x ep 2, or set [mesh] to pp 3 x dp 1 x "
+              "cp 1 x ep 1");
   }
   PretrainConfig batch = read(kFive, {"train.global_batch=6"});  // divides only once dp is known
   EXPECT_THROW(resolve_mesh(batch, 4), Error);
