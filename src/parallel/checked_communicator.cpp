@@ -33,7 +33,7 @@ class CheckedCommunicator : public Communicator {
   }
 
  private:
-  static constexpr int64_t kFirst = 3;  // kind, bytes, root; then two lists of size + 1
+  static constexpr int64_t kFirst = 2;  // kind, bytes; then two lists of size + 1
 
   static std::shared_ptr<PendingTransfer> shared(PendingTransfer transfer) {
     return std::make_shared<PendingTransfer>(std::move(transfer));
@@ -59,7 +59,6 @@ class CheckedCommunicator : public Communicator {
     int64_t* mine = all.data_ptr<int64_t>() + rank_ * width;
     mine[0] = operation.kind;
     mine[1] = by_rows ? row_bytes(operation.sent) : static_cast<int64_t>(operation.sent.nbytes());
-    mine[2] = operation.from;
     for (const auto& parts : {operation.sent_parts, operation.received_parts}) {
       MARROW_CHECK(std::ssize(parts) <= size() + 1, ExitCode::kDeviceFault, same_calls(),
                    "{} in group {}: {} sizes for {} ranks", operation.name(), name_, parts.size(), size());
@@ -91,8 +90,7 @@ class CheckedCommunicator : public Communicator {
     const std::string call = fmt::format("{} of {} bytes{}", operation.name(), row[1],
                                          operation.kind == Operation::kAllToAll ? " a row" : "");
     if (field < 2) return call;
-    return field == 2 ? fmt::format("{} from {}", call, row[2])
-                      : fmt::format("{} with bound {} at {}", call, field - kFirst, row[field]);
+    return fmt::format("{} with bound {} at {}", call, field - kFirst, row[field]);
   }
 
   std::unique_ptr<Communicator> inner_;

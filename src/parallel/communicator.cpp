@@ -39,8 +39,8 @@ void PendingTransfer::wait() {
 }
 
 const char* Operation::name() const {
-  constexpr const char* kNames[] = {"all_reduce", "broadcast", "all_gather", "reduce_scatter",
-                                    "all_to_all", "send",      "receive",    "exchange"};
+  constexpr const char* kNames[] = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all",
+                                    "send",       "receive",    "exchange"};
   return kNames[kind];
 }
 

@@ -25,11 +25,11 @@ class PendingTransfer {
 
 // What a communicator is asked for: see the functions of the same names.
 struct Operation {
-  enum Kind { kAllReduce, kBroadcast, kAllGather, kReduceScatter, kAllToAll, kSend, kReceive, kExchange };
+  enum Kind { kAllReduce, kAllGather, kReduceScatter, kAllToAll, kSend, kReceive, kExchange };
   Kind kind = kAllReduce;
   at::Tensor sent = {}, received = {};  // of kAllReduce to kReduceScatter: one tensor, in place
   std::span<const int64_t> sent_parts = {}, received_parts = {};  // bounds of ranges; rows for and from each rank
-  int64_t to = -1, from = -1;                                     // from: also the root of a broadcast
+  int64_t to = -1, from = -1;
 
   const char* name() const;
   const at::Tensor& values() const { return sent.defined() ? sent : received; }
@@ -56,9 +56,6 @@ class Communicator {
   using Counts = std::span<const int64_t>;
   // In place.
   PendingTransfer all_reduce(const Tensor& values) { return start({Operation::kAllReduce, values, values}); }
-  PendingTransfer broadcast(const Tensor& values, int64_t root) {
-    return start({Operation::kBroadcast, values, values, {}, {}, -1, root});
-  }
   // Element ranges [bounds[r], bounds[r + 1]) of `whole` belong to rank r; bounds has size() + 1
   // entries. all_gather: each rank has filled its own range; all ranges afterwards. reduce_scatter:
   // the sum over ranks of one's own range, in place; the other ranges are undefined afterwards.

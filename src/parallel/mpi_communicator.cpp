@@ -218,13 +218,6 @@ class MpiCommunicator : public Communicator {
           return MPI_Iallreduce(MPI_IN_PLACE, address(values, at), n, type, MPI_SUM, comm_, request);
         });
         break;
-      case Operation::kBroadcast:
-        requests->collective(static_cast<int64_t>(values.nbytes()), "MPI_Ibcast",
-                             [&](int64_t at, int n, auto* request) {
-                               void* data = static_cast<char*>(values.data_ptr()) + at;
-                               return MPI_Ibcast(data, n, MPI_BYTE, static_cast<int>(operation.from), comm_, request);
-                             });
-        break;
       case Operation::kReduceScatter:
         reduce_scatter(*requests, values, operation.sent_parts, type);
         break;

@@ -119,8 +119,6 @@ class NcclCommunicator : public Communicator {
       case Operation::kAllReduce:
         return ncclAllReduce(sent.data_ptr(), sent.data_ptr(), count(sent.numel()), reduction_type(sent), ncclSum,
                              comm_, stream_);
-      case Operation::kBroadcast:
-        return broadcast_bytes(sent.data_ptr(), sent.nbytes(), operation.from);
       case Operation::kAllGather:
         return all_gather(sent, operation.sent_parts);
       case Operation::kReduceScatter:
@@ -140,7 +138,8 @@ class NcclCommunicator : public Communicator {
                            ncclUint8, comm_, stream_);
     }
     return each_range(bounds, [&](int64_t begin, int64_t elements, int64_t root) {
-      return broadcast_bytes(at(whole, begin), count(elements * width), root);
+      return ncclBroadcast(at(whole, begin), at(whole, begin), count(elements * width), ncclUint8,
+                           static_cast<int>(root), comm_, stream_);
     });
   }
   ncclResult_t reduce_scatter(const at::Tensor& whole, Counts bounds) {
@@ -172,9 +171,6 @@ class NcclCommunicator : public Communicator {
   }
   ncclResult_t receive_bytes(void* data, size_t size, int64_t from) {
     return ncclRecv(data, size, ncclUint8, static_cast<int>(from), comm_, stream_);
-  }
-  ncclResult_t broadcast_bytes(void* data, size_t size, int64_t root) {
-    return ncclBroadcast(data, data, size, ncclUint8, static_cast<int>(root), comm_, stream_);
   }
   template <typename Body>
   ncclResult_t each_range(std::span<const int64_t> bounds, const Body& body) {

@@ -23,8 +23,7 @@ Executor::Executor(const MoeModel& model, const ModelParts& parts, ParameterStor
                    const Options& options)
     : model_(&model), parts_(parts), store_(&store), options_(options), device_(store.options().device) {
   rope_ = model.rope_table(device_);
-  layer_options_ = {parts.experts,           tracker,         options.recompute_layers,
-                    options.recompute_cheap, options.overlap, &rows_sent_};
+  layer_options_ = {parts.experts, tracker, options.recompute_layers, options.recompute_cheap, options.overlap};
   for (int64_t slot = 0; slot < parts.pipeline.slots(); ++slot) {
     const auto [first, last] = parts.layers(slot, model.shape());
     for (int64_t layer = first; layer < last; ++layer) {
@@ -109,7 +108,7 @@ void Executor::run_layers(const PipelinePass& forward, Flight* down, const Pipel
     on_way_up([&] { start_layer_backward(*up, layer_up - 1); });
     on_way_down([&] { start_layer(*down, layer); });
     on_way_up([&] { up->layers.back().run_experts_backward(); });
-    on_way_down([&] { down->layers.back().start_dispatch(); });  // the host may wait here, the device does not
+    on_way_down([&] { rows_sent_ += down->layers.back().start_dispatch(); });  // the host waits, the device does not
     if (weight_grads) on_way_up([&] { up->weight_grads.run_all(); });
     on_way_down([&] { down->layers.back().run_experts(); });
     on_way_up([&] { finish_layer_backward(backward, *up, layer_up - 1, weight_grads); });

@@ -36,10 +36,10 @@ void LayerPass::attend(const at::Tensor& hidden, bool first_time) {
   exchange_->plan(routing_.experts, routing_.counts);
 }
 
-void LayerPass::start_dispatch() {
-  if (!exchange_) return;
+int64_t LayerPass::start_dispatch() {
+  if (!exchange_) return 0;
   exchange_->start_dispatch(values_[1], values_[2]);
-  if (options_.rows_sent != nullptr) *options_.rows_sent += exchange_->rows_sent();
+  return exchange_->rows_sent();
 }
 
 void LayerPass::run_experts() {
@@ -91,7 +91,6 @@ at::Tensor LayerPass::finish_forward() {
 void LayerPass::start_backward(const at::Tensor& d_output) {
   if (options_.recompute) {
     options_.recompute = false;
-    options_.rows_sent = nullptr;  // counted already
     attend(input_, false);
     start_dispatch();
     run_experts();

@@ -20,7 +20,6 @@ class LayerPass {
     bool recompute = false;        // keep only the input, and run the forward again before the backward
     bool recompute_cheap = false;  // keep all but what the stages add to a RecomputeList
     bool overlap = true;           // false: each move is waited for at once
-    int64_t* rows_sent = nullptr;  // adds the rows that forwards send to other ranks
   };
   // The layer, and what the options point to, outlive the pass. index: among the MoE layers; negative: a dense layer.
   LayerPass(const DecoderLayer& layer, int64_t index, const Options& options)
@@ -28,9 +27,9 @@ class LayerPass {
 
   // hidden [T, H] → [T, H].
   void start_forward(const at::Tensor& hidden, const LayerContext& shared);  // S1; where tokens go is found out
-  void start_dispatch();                                                     // S2 starts; the host may wait for sizes
-  void run_experts();                                                        // S2 ends; S3; S4 starts
-  at::Tensor finish_forward();                                               // S4 ends; S5
+  int64_t start_dispatch();     // S2 starts; the host may wait for sizes. Returns the rows that go to other ranks
+  void run_experts();           // S2 ends; S3; S4 starts
+  at::Tensor finish_forward();  // S4 ends; S5
   // Gradient of the output [T, H] → gradient of the input.
   void start_backward(const at::Tensor& d_output);  // S5
   void run_experts_backward();                      // S3

@@ -57,17 +57,11 @@ TEST_F(CommunicatorTest, AllReduceSums) {
 TEST_F(CommunicatorTest, AllReduceGivesAllRanksTheSameBits) {
   at::Tensor values = at::rand({9973}, on_device(at::kFloat)) * static_cast<float>(rank() + 1) / 3;
   world().all_reduce(values).wait();
-  const at::Tensor first = values.clone();
-  world().broadcast(first, 0).wait();
-  EXPECT_TRUE(at::equal(values, first));
-}
-
-TEST_F(CommunicatorTest, BroadcastMovesAnyDtypeFromAnyRank) {
-  for (int64_t root = 0; root < size(); ++root) {
-    const at::Tensor values = at::full({3, 5}, static_cast<double>(rank() + 1), on_device(at::kBFloat16));
-    world().broadcast(values, root).wait();
-    EXPECT_TRUE(at::equal(values, at::full({3, 5}, static_cast<double>(root + 1), on_device(at::kBFloat16))));
-  }
+  const at::Tensor all = values.repeat({size(), 1});
+  std::vector<int64_t> bounds;
+  for (int64_t r = 0; r <= size(); ++r) bounds.push_back(r * values.numel());
+  world().all_gather(all, bounds).wait();
+  for (int64_t r = 0; r < size(); ++r) EXPECT_TRUE(at::equal(values, all[r]));
 }
 
 TEST_F(CommunicatorTest, GatherAndReduceScatterOfEqualAndUnequalRanges) {
@@ -196,11 +190,11 @@ TEST_F(CommunicatorTest, ChecksNameBothRanksAndBothSizes) {
   const std::string sizes =
       thrown([&] { group.all_reduce(at::ones({rank() == 1 ? 9 : 8}, on_device(at::kFloat))).wait(); });
   EXPECT_EQ(sizes, "group world: rank 0 calls all_reduce of 32 bytes, rank 1 all_reduce of 36 bytes");
+  std::vector<int64_t> ends(group.size() + 1, 8);
+  ends[0] = 0;
   const std::string kinds =
-      thrown([&] { rank() == 1 ? group.broadcast(values, 0).wait() : group.all_reduce(values).wait(); });
-  EXPECT_EQ(kinds, "group world: rank 0 calls all_reduce of 32 bytes, rank 1 broadcast of 32 bytes");
-  const std::string roots = thrown([&] { group.broadcast(values, rank() == 1 ? 1 : 0).wait(); });
-  EXPECT_EQ(roots, "group world: rank 0 calls broadcast of 32 bytes from 0, rank 1 broadcast of 32 bytes from 1");
+      thrown([&] { rank() == 1 ? group.all_gather(values, ends).wait() : group.all_reduce(values).wait(); });
+  EXPECT_EQ(kinds, "group world: rank 0 calls all_reduce of 32 bytes, rank 1 all_gather of 32 bytes");
 
   if (test_device().is_cuda()) return;  // what was sent wrongly would be waited for
   const std::string message = thrown([&] {

@@ -69,9 +69,6 @@ class ThreadCommunicator final : public Communicator {
       case Operation::kAllReduce:
         return everyone(std::vector<at::Tensor>(size(), sent), {sent},
                         [values = sent](const std::vector<at::Tensor>& all) { values.copy_(sum(all)); });
-      case Operation::kBroadcast:
-        return everyone(std::vector<at::Tensor>(size(), sent), {sent},
-                        [values = sent, root = from](const std::vector<at::Tensor>& all) { values.copy_(all[root]); });
       case Operation::kAllGather: {
         const std::vector<at::Tensor> ranges = split(sent, sent_parts);
         return everyone(std::vector<at::Tensor>(size(), ranges[rank_]), {sent}, copier(ranges));
