@@ -80,11 +80,8 @@ class EchoCommunicator final : public Communicator {
   void copy(const void* from, const at::Tensor& to, int64_t first_row, int64_t rows) const {
     const int64_t width = row_bytes(to);
     char* target = static_cast<char*>(to.data_ptr()) + first_row * width;
-    if (from == nullptr) {
-      cudaMemsetAsync(target, 0, rows * width, stream_);
-    } else {
-      cudaMemcpyAsync(target, from, rows * width, cudaMemcpyDeviceToDevice, stream_);
-    }
+    C10_CUDA_CHECK(from == nullptr ? cudaMemsetAsync(target, 0, rows * width, stream_)
+                                   : cudaMemcpyAsync(target, from, rows * width, cudaMemcpyDeviceToDevice, stream_));
   }
   void pass_time(int64_t bytes) const {
     if (link_ > 0) at::cuda::sleep(static_cast<int64_t>(kClock * (10e-6 + static_cast<double>(bytes) / link_)));
@@ -151,8 +148,7 @@ int run(const std::vector<std::string>& args) {
       static_cast<double>(ep) * (chosen.narrow(1, 0, chosen.size(1) / ep).sum() / chosen.sum()).item<double>();
   fmt::print(
       "{} ep {} {} sequences x {} {} {} GB/s: {:.1f} ms, {:.0f} tokens/s, {:.0f} TFLOP/s; pairs of the mean {:.2f}, "
-      "host "
-      "{:.1f} ms, {:.1f} GB, {} allocations retried\n",
+      "host {:.1f} ms, {:.1f} GB, {} allocations retried\n",
       path, ep, sequences, count, arg(5, "forced"), arg(6, "350"), 1e3 * seconds[6], tokens / seconds[6],
       1e-12 * flops * tokens / seconds[6], load, 1e3 * host[6], 1e-9 * peak_memory_bytes(device),
       c10::cuda::CUDACachingAllocator::getDeviceStats(0).num_alloc_retries);

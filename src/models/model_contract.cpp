@@ -79,8 +79,8 @@ void check_elements(const Json& config, const std::vector<ParameterSpec>& specs)
 
 std::unique_ptr<MoeModel> open_model(const Json& config) {
   auto model = open_family(config);
-  for (const Json& part : {config, language_model_config(config)}) {  // exports pass it on
-    if (!given(part, "architectures")) continue;
+  for (const Json& part : {config, given(config, "text_config") ? config.at("text_config") : config}) {
+    if (!given(part, "architectures")) continue;  // exports pass it on
     for (const Json& name : part.at("architectures").elements()) name.as_string();
   }
   check_elements(config, model->embedding_specs());

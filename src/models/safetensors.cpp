@@ -37,7 +37,7 @@ std::optional<int64_t> bytes_of(at::ScalarType dtype, at::IntArrayRef shape) {
 StoredTensor read_entry(const std::string& name, const Json& entry, int64_t data_begin, int64_t data_bytes) {
   const Json dtype = entry.at("dtype"), shape = entry.at("shape"), offsets = entry.at("data_offsets");
   const auto known = std::ranges::find(kDtypes, dtype.as_string(), [](const auto& pair) { return pair.first; });
-  if (known == std::end(kDtypes)) dtype.fail(fmt::format("dtype {} is not supported", dtype.dump()), fetch_again());
+  if (known == std::end(kDtypes)) dtype.fail("no dtype that marrow reads: " + dtype.dump(), fetch_again());
   StoredTensor tensor{{name, {}}, known->second};
   for (const Json& size : shape.elements()) tensor.shape.push_back(size.as_int());
   const std::optional<int64_t> bytes = bytes_of(tensor.dtype, tensor.shape);
@@ -88,15 +88,16 @@ std::vector<StoredTensor> read_header(const MappedFile& file) {
   MARROW_CHECK(data_begin <= file_bytes, ExitCode::kBadInput, fetch_again(),
                "{}: the header takes {} bytes, but the file ends after {}", path, data_begin, file_bytes);
   const std::string_view json(reinterpret_cast<const char*>(bytes.data()) + kLengthBytes, length);
-  const std::string damaged = "the safetensors header of " + path + " is damaged";
-  MARROW_CHECK(json.starts_with('{'), ExitCode::kBadInput, fetch_again(), "{}: it does not start with '{{'", damaged);
+  const std::string header = "the safetensors header of " + path;
+  MARROW_CHECK(json.starts_with('{'), ExitCode::kBadInput, fetch_again(), "{}: it does not start with '{{'", header);
   std::vector<StoredTensor> tensors;
   try {
-    for (const auto& [name, entry] : Json::parse(json, damaged).items()) {
+    for (const auto& [name, entry] : Json::parse(json, header).items()) {
       if (name != "__metadata__") tensors.push_back(read_entry(name, entry, data_begin, file_bytes - data_begin));
     }
   } catch (const Error& error) {  // says how to mend a JSON file
-    MARROW_THROW(ExitCode::kBadInput, fetch_again(), "{}", error.what());
+    MARROW_THROW(ExitCode::kBadInput, Fix("copy or download the file again, or save its tensors as F32, F16 or BF16"),
+                 "{}", error.what());
   }
   std::ranges::stable_sort(tensors, {}, [](const auto& tensor) { return std::pair(tensor.begin, tensor.end); });
   check_coverage(tensors, data_begin, file_bytes, path);

@@ -12,11 +12,8 @@ void sort_pairs_cpu(const Tensor& experts, int64_t groups, int64_t each, const E
   int32_t *ends = ints(result.offsets), *source = ints(result.map.source_of_row);
   int32_t *rows = ints(result.map.rows_of_source), *slots = ints(result.slot_of_row);
   std::vector<int32_t> next(groups + 1, 0);  // next[g] becomes the next free row of g
-  const auto key = [&](int64_t i) {
-    return pair_sort_key(ints(experts), i, top_k, static_cast<int32_t>(groups), static_cast<int32_t>(each));
-  };
   for (int64_t i = 0; i < pairs; ++i) {
-    rows[i] = key(i);
+    rows[i] = pair_sort_key(ints(experts), i, top_k, static_cast<int32_t>(groups), static_cast<int32_t>(each));
     if (rows[i] >= 0) ++next[rows[i] + 1];
   }
   for (int64_t g = 0; g < groups; ++g) ends[g] = next[g + 1] += next[g];
@@ -136,9 +133,7 @@ Tensor gather_scalars(const Tensor& values, const Tensor& index) {
     return out;
   }
   const int32_t* from = ints(index);
-  for (int64_t i = 0; i < index.numel(); ++i) {
-    floats(out)[i] = from[i] < 0 ? 0.0f : floats(values)[from[i]];
-  }
+  for (int64_t i = 0; i < index.numel(); ++i) floats(out)[i] = from[i] < 0 ? 0.0f : floats(values)[from[i]];
   return out;
 }
 
@@ -176,10 +171,6 @@ ExpertRows gather_expert_rows(const Tensor& x, const ExpertPermutation& permutat
                                  make_handover(reader, Fp8Product::kExpertForward, no_rows_like(x, rows)));
   out.value = differentiable({x}, {out.value}, gather_backward(permutation.map))[0];
   return out;
-}
-
-Tensor sum_rows(const Tensor& rows, const RowMap& map, const Tensor& residual) {
-  return sum_rows(ExpertRows{rows, {}}, map, residual);
 }
 
 Tensor sum_rows(const ExpertRows& expert_rows, const RowMap& map, const Tensor& residual) {

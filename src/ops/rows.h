@@ -19,10 +19,10 @@ struct ExpertPermutation {
   at::Tensor slot_of_row;  // [T·k] int32: t·k + j of the pair behind each row
 };
 
-// The same with ranks of `experts_of_rank` experts each in place of experts: of a token's pairs of one rank the first
-// alone has a row. experts [T, k] int32. A pair of no rank, or without a row for that reason, has -1 in rows_of_source;
-// R < T·k is then known on the device only, and source_of_row and slot_of_row are -1 from row R on. Stable and
-// deterministic; no host synchronisation. ranks ≤ 1024.
+// The order by ranks that have `experts_of_rank` > 1 experts each: of a token's pairs of one rank the first alone has a
+// row; with 1 by experts, whose every pair has one. experts [T, k] int32. A pair outside of all ranks, or left out, has
+// -1 in rows_of_source; R < T·k is then known on the device only, and source_of_row and slot_of_row are -1 from row R
+// on. Stable and deterministic; no host synchronisation. ranks ≤ 1024.
 ExpertPermutation rank_permutation(const at::Tensor& experts, int64_t ranks, int64_t experts_of_rank);
 inline ExpertPermutation expert_permutation(const at::Tensor& experts, int64_t expert_count) {
   return rank_permutation(experts, expert_count, 1);
@@ -38,8 +38,10 @@ ExpertRows gather_expert_rows(const at::Tensor& x, const ExpertPermutation& perm
 
 // out[t] = residual[t] + Σ_j rows[rows_of_source[t, j]], summed in fp32 in the order of j. rows [R, H] fp32 or bf16,
 // residual [T, H] of the same dtype or undefined → [T, H].
-at::Tensor sum_rows(const at::Tensor& rows, const RowMap& map, const at::Tensor& residual);
 at::Tensor sum_rows(const ExpertRows& rows, const RowMap& map, const at::Tensor& residual);
+inline at::Tensor sum_rows(const at::Tensor& rows, const RowMap& map, const at::Tensor& residual) {
+  return sum_rows(ExpertRows{rows, {}}, map, residual);
+}
 
 // out[r] = weights.flat[slot_of_row[r]] for r < rows, at least those that have a pair: weights [T, k] fp32 → [rows]
 // fp32, 0 where a row has no pair.

@@ -108,7 +108,7 @@ void Executor::run_layers(const PipelinePass& forward, Flight* down, const Pipel
     on_way_up([&] { start_layer_backward(*up, layer_up - 1); });
     on_way_down([&] { start_layer(*down, layer); });
     on_way_up([&] { up->layers.back().run_experts_backward(); });
-    on_way_down([&] { rows_sent_ += down->layers.back().start_dispatch(); });  // the host waits, the device does not
+    on_way_down([&] { rows_sent_ += down->layers.back().start_dispatch(); });  // waits for sizes behind queued work
     if (weight_grads) on_way_up([&] { up->weight_grads.run_all(); });
     on_way_down([&] { down->layers.back().run_experts(); });
     on_way_up([&] { finish_layer_backward(backward, *up, layer_up - 1, weight_grads); });

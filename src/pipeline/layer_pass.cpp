@@ -31,7 +31,7 @@ void LayerPass::attend(const at::Tensor& hidden, bool first_time) {
   if (options_.tracker != nullptr) {
     options_.tracker->record(index_, routing_, hidden.size(0), *context_.balance, first_time);
   }
-  if (options_.experts == nullptr) return;
+  if (options_.experts == nullptr || !first_time) return;  // tokens go the same ways again
   exchange_.emplace(*options_.experts, routing_.counts.size(1), options_.overlap);
   exchange_->plan(routing_.experts, routing_.counts);
 }
@@ -84,7 +84,7 @@ at::Tensor LayerPass::finish_forward() {
   }
   if (!dense()) release_memory(values_.back());  // the experts' rows: summed, and no backward reads them
   values_.clear();
-  if (!at::GradMode::is_enabled()) exchange_.reset();
+  if (!at::GradMode::is_enabled() && !options_.recompute) exchange_.reset();
   return out[0];
 }
 

@@ -114,6 +114,8 @@ std::string what_fits(PretrainConfig config, const ModelShape& shape, int64_t wo
   if (there.empty() && !here.empty()) return "set [mesh] to " + here;
   int64_t ranks = there.empty() ? world : config.mesh.world();
   while (there.empty() && ranks > 1) there = nearest_meshes(config, shape, ranks = std::bit_floor(ranks - 1ul));
+  for (int64_t* size : sides(config.mesh)) *size = 1;
+  if (there.empty()) check_mesh(config);  // an error of its own: what keeps every mesh from fitting
   return fmt::format("start {0} process{1} (--processes {0}) with [mesh] {2}{3}{4}", ranks, ranks == 1 ? "" : "es",
                      there, here.empty() ? "" : ", or set [mesh] to ", here);
 }

@@ -113,7 +113,8 @@ class Estimator {
           spec.expert && fp8_pays(Fp8Product::kExpertWeightGrad, rows * ep / experts, spec.shape.back(), n / experts);
     }
     const int64_t gone = ep == 1 || dense ? between : std::llround(moved_);  // what S5 has summed
-    if (recomputes()) return {hidden_, kept, std::max(kept, kept - gone + work), elements, kept - gone - hidden_};
+    const int64_t input = hidden_ + (ep == 1 || dense ? 0 : index);          // and where tokens go
+    if (recomputes()) return {input, kept, std::max(kept, kept - gone + work), elements, kept - gone - input};
     const bool cheaply = config_.train.recompute == Recompute::kCheap;
     // Of normed, linear keeps this, and of experts' rows the grouped product where its weight gradient is in fp8.
     int64_t in_fp8 = config_.train.dtype == TrainDtype::kFp8 ? hidden_ / 2 : 0;

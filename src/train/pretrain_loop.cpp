@@ -312,12 +312,14 @@ int64_t PretrainLoop::run(StopSignal& stop) {
   };
   while (state_.step < config_.train.steps && !stopping_) {
     const int64_t step = state_.step + 1;
+    const bool last = step == config_.train.steps;
+    const auto due = [&](int64_t every) { return every > 0 && step % every == 0; };
+    const bool at_once = device_.is_cpu() || last || due(config_.data.validate_every) || due(config_.checkpoint.every);
+    if (at_once) settle();  // else launching this step would count as the previous one's time
     PendingStep launched = with_step(step, [&] { return launch_traced(step); });
     settle();  // the previous step's numbers are read while the device works on this one
     pending.push_back(std::move(launched));
-    const bool last = step == config_.train.steps;
-    const auto due = [&](int64_t every) { return every > 0 && step % every == 0; };
-    if (device_.is_cpu() || last || due(config_.data.validate_every) || due(config_.checkpoint.every)) settle();
+    if (at_once) settle();
     with_step(step, [&] {
       if (!stopping_ && !validation_.empty() && (last || due(config_.data.validate_every))) validate(step);
       if (last || due(config_.checkpoint.every)) save(step);

@@ -117,10 +117,10 @@ TEST_F(SafetensorsTest, SaysThatTheHeaderIsDamaged) {
       TensorFiles file({path});
       ADD_FAILURE() << json;
     } catch (const Error& error) {
-      EXPECT_TRUE(error.report().what.starts_with("the safetensors header of " + path + " is damaged: "));
+      EXPECT_TRUE(error.report().what.starts_with("the safetensors header of " + path + ": "));
       expect_contains(error.report().what, {why});
       EXPECT_EQ(error.report().code, ExitCode::kBadInput);
-      EXPECT_EQ(error.report().fix, "copy or download the file again; it is damaged");
+      EXPECT_TRUE(error.report().fix.starts_with("copy or download the file again"));
     }
   }
   expect_contains(refusal(make_file(std::string("{}\0{x", 5), 0)), {"not valid JSON", "column 3: a zero byte"});

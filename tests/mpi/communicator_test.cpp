@@ -57,7 +57,8 @@ TEST_F(CommunicatorTest, AllReduceSums) {
 TEST_F(CommunicatorTest, AllReduceGivesAllRanksTheSameBits) {
   at::Tensor values = at::rand({9973}, on_device(at::kFloat)) * static_cast<float>(rank() + 1) / 3;
   world().all_reduce(values).wait();
-  const at::Tensor all = values.repeat({size(), 1});
+  const at::Tensor all = at::full({size(), values.numel()}, NAN, on_device(at::kFloat));
+  all[rank()].copy_(values);
   std::vector<int64_t> bounds;
   for (int64_t r = 0; r <= size(); ++r) bounds.push_back(r * values.numel());
   world().all_gather(all, bounds).wait();

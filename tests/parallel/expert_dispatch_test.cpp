@@ -43,8 +43,9 @@ Results exchange(int64_t ep, bool overlap, const at::Tensor& x, const at::Tensor
     const at::NoGradGuard no_grad;
     const auto own = [&](const at::Tensor& whole) { return whole.narrow(0, group.rank() * tokens, tokens); };
     ExpertDispatch dispatch(group, kExperts, overlap);
-    const at::Tensor counts = at::bincount(own(choices).flatten(), {}, kExperts).to(at::kInt).view({1, kExperts});
-    dispatch.plan(own(choices).contiguous(), counts);
+    std::vector<at::Tensor> counts;  // of two groups
+    for (const auto& half : own(choices).tensor_split(2)) counts.push_back(at::bincount(half.flatten(), {}, kExperts));
+    dispatch.plan(own(choices).contiguous(), at::stack(counts).to(at::kInt));
     dispatch.start_dispatch(own(x), own(weights));
     const DispatchedTokens arrived = dispatch.finish_dispatch();
     // This rank's pairs of each row, and what its experts make of it.
@@ -75,11 +76,12 @@ struct Routing {
   int64_t first, spread;
 };
 
-// All experts, those of one rank of 64, the last ones; each with one token a rank and with several.
-TEST(ExpertDispatch, EqualsTheExpertsOnOneRankUpTo64Ranks) {
-  for (const int64_t ep : {2, 4, 8, 16, 64}) {
+// All experts, those of two ranks of 64, the last ones; each with no token, with one and with several on a rank.
+TEST(ExpertDispatch, EqualsTheExpertsOnOneRankUpTo128Ranks) {
+  for (const int64_t ep : {2, 4, 8, 16, 64, 128}) {
     for (const Routing& routing : {Routing{"all", 0, kExperts}, {"four", 8, 4}, {"last", 96, 32}}) {
-      for (const int64_t tokens : {1, 7}) {
+      for (const int64_t tokens : {0, 1, 7}) {
+        if (tokens == 0 && ep > 8) continue;
         SCOPED_TRACE(fmt::format("ep {} {} {} tokens", ep, routing.name, tokens));
         const at::Tensor x = random_tensor({ep * tokens, kHidden}, at::kFloat, at::kCPU, 1);
         const at::Tensor weights = random_tensor({ep * tokens, kTopK}, at::kFloat, at::kCPU, 2);
