@@ -14,11 +14,12 @@ def main(path, count=25):
     if not kernels:
         sys.exit("FAIL no kernel in the trace  next: trace a step on a GPU ([log] trace)")
     total, calls = collections.Counter(), collections.Counter()
-    busy, gap, last, longest = 0, 0, kernels[0]["ts"], ""
+    busy, waits, gap, last, longest = 0, 0, 0, kernels[0]["ts"], ""
     for event in kernels:
         name, end = event["name"][:110], event["ts"] + event["dur"]
         total[name] += event["dur"] / 1e3
         calls[name] += 1
+        waits += max(0, event["ts"] - last) / 1e3 if event["ts"] - last > 8 else 0
         if event["ts"] - last > gap:
             gap, longest = event["ts"] - last, name
         busy += max(0, end - max(last, event["ts"])) / 1e3
@@ -28,7 +29,7 @@ def main(path, count=25):
     print("kernel,calls,ms,share")
     for name, ms in total.most_common(int(count)):
         print(f'"{name}",{calls[name]},{ms:.3f},{ms / sum_of_all:.3f}')
-    text = f"{sum_of_all:.1f} ms of kernels in {span:.1f} ms, idle {idle:.1f} %"
+    text = f"{sum_of_all:.1f} ms of kernels in {span:.1f} ms, idle {idle:.1f} % ({100 * waits / span:.1f} in gaps of over 8 us)"
     if idle > 2:
         sys.exit(f"FAIL {text}, longest gap {gap / 1e3:.2f} ms before {longest}  next: open {path} in ui.perfetto.dev")
     print(f"PASS {text}")

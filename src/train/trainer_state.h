@@ -32,7 +32,7 @@ TrainerState parse_trainer_state(const Json& json);
 void check_same_model(const Json& saved, const Json& current, const std::string& weights_of = "");
 
 // Errors (kUsage), naming the config key and both values, unless a run of `current` and `current_config` (config.json)
-// goes on where `saved` stopped. Steps, mesh, log, checkpoint, global batch and learning rate may differ.
+// goes on where `saved` stopped. What is not compared may differ: steps, mesh, batch, dtype, [router], learning rate …
 void check_resumable(const TrainerState& saved, const Json& saved_config, const TrainerState& current,
                      const Json& current_config);
 
