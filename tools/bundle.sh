@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 rm -rf bundle && mkdir -p bundle/lib bundle/bin
 programs=("$@")
 # The other tests have nothing to do on a GPU.
-(($#)) || programs=(marrow test_{ops,models,parallel,pipeline,mpi,mesh} bench_{ops,nvlink,expert_rank})
+(($#)) || programs=(marrow test_{ops,models,parallel,pipeline,mpi,mesh} bench_{ops,nvlink})
 for name in "${programs[@]}"; do
   program=build-gpu/$name
   strip -o "bundle/bin/$name" "$program"
