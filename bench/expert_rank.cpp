@@ -76,7 +76,7 @@ class EchoCommunicator final : public Communicator {
       operation.sent.narrow(0, bounds[r], bounds[r + 1] - bounds[r]).copy_(own, true);
     pass_time((bounds[size()] - bounds[1]) * own.element_size());
   }
-  // One call on the host, as NCCL would need.
+  // Raw calls: NCCL's group, one launch, costs the host little too.
   void copy(const void* from, const at::Tensor& to, int64_t first_row, int64_t rows) const {
     const int64_t width = row_bytes(to);
     char* target = static_cast<char*>(to.data_ptr()) + first_row * width;

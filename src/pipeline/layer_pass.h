@@ -10,8 +10,8 @@ namespace marrow {
 
 // S1 attention, router → S2 dispatch → S3 experts → S4 combine → S5 sum, residual; of a dense layer S1 and S5 alone.
 // S1, S3 and S5 are StageGraphs, kept from forward to backward; under no-grad nothing is kept. S2 and S4 move tokens
-// between ranks, and do nothing where a rank holds all experts. Each direction is steps, cut where a move is
-// under way, so that a step of another pass can run meanwhile.
+// between ranks, and do nothing where a rank holds all experts. A forward is four steps and a backward three, cut
+// where a move is under way, so that a step of another pass can run meanwhile.
 class LayerPass {
  public:
   struct Options {

@@ -98,7 +98,7 @@ void check_config(const PretrainConfig& config, bool needs_inputs = true);
 
 // Puts in the "auto" dimension and checks the mesh against the number of processes, and the batch sizes against the
 // mesh. Errors (kUsage) name the nearest sizes that fit, and go with the model's shape.
-void resolve_mesh(PretrainConfig& config, int64_t world, const ModelShape& shape = {.layers = INT64_MAX});
+void resolve_mesh(PretrainConfig& config, int64_t world, const ModelShape& shape);
 // resolve_mesh, and what must hold between a run's config and its model. Errors say where the keys stand.
 void check_model_fits(PretrainConfig& config, const ModelShape& shape, int64_t world);
 

@@ -16,6 +16,8 @@
 namespace marrow {
 namespace {
 
+const ModelShape kAnyModel{.layers = INT64_MAX};  // fits every mesh
+
 class EstimateTest : public testing::Test {
  protected:
   void SetUp() override {
@@ -33,7 +35,8 @@ class EstimateTest : public testing::Test {
     PretrainConfig config =
         read_pretrain_config(MARROW_SOURCE_DIR "/configs/runs/gpu-30b-4layers.toml", all, true, false);
     const auto& mesh = config.mesh;
-    resolve_mesh(config, mesh.pp * std::max<int64_t>(mesh.dp, 1) * mesh.cp * mesh.ep);  // dp: "auto" by default
+    resolve_mesh(config, mesh.pp * std::max<int64_t>(mesh.dp, 1) * mesh.cp * mesh.ep,
+                 kAnyModel);  // dp: "auto" by default
     return config;
   }
   static std::unique_ptr<MoeModel> model(const PretrainConfig& config) {

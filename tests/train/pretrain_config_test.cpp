@@ -13,6 +13,8 @@
 namespace marrow {
 namespace {
 
+const ModelShape kAnyModel{.layers = INT64_MAX};  // fits every mesh
+
 // A folder with a config.json, two corpora and run.toml, as the working folder of one test.
 class ConfigTest : public testing::Test {
  protected:
@@ -41,7 +43,7 @@ class ConfigTest : public testing::Test {
     try {
       PretrainConfig config = read(toml, set);
       const auto& mesh = config.mesh;
-      resolve_mesh(config, mesh.pp * std::max<int64_t>(mesh.dp, 1) * mesh.cp * mesh.ep);
+      resolve_mesh(config, mesh.pp * std::max<int64_t>(mesh.dp, 1) * mesh.cp * mesh.ep, kAnyModel);
       FAIL() << "no error; expected: " << what;
     } catch (const Error& error) {
       EXPECT_EQ(error.report().code, ExitCode::kUsage);
@@ -334,13 +336,13 @@ TEST_F(ConfigTest, ProposedMeshesWork) {
 
 TEST_F(ConfigTest, MeshFitsTheProcesses) {
   PretrainConfig config = read(kFive, {"mesh.ep=2", "mesh.pp=2"});
-  resolve_mesh(config, 8);
+  resolve_mesh(config, 8, kAnyModel);
   EXPECT_EQ(config.mesh.dp, 2);
   PretrainConfig uneven = read(kFive, {"mesh.ep=2"});
-  EXPECT_THROW(resolve_mesh(uneven, 3), Error);
+  EXPECT_THROW(resolve_mesh(uneven, 3, kAnyModel), Error);
   PretrainConfig fixed = read(kFive, {"mesh.ep=2", "mesh.dp=1"});
   try {
-    resolve_mesh(fixed, 4);
+    resolve_mesh(fixed, 4, kAnyModel);
     FAIL();
   } catch (const Error& error) {
     EXPECT_EQ(error.report().code, ExitCode::kUsage);
@@ -355,7 +357,7 @@ TEST_F(ConfigTest, MeshFitsTheProcesses) {
   }
   PretrainConfig odd = read(kFive, {"mesh.ep=2"});  // neither dp nor cp can be 3: no batch and no sequence divides
   try {
-    resolve_mesh(odd, 3);
+    resolve_mesh(odd, 3, kAnyModel);
     FAIL();
   } catch (const Error& error) {
     EXPECT_EQ(error.report().fix,
@@ -363,7 +365,7 @@ TEST_F(ConfigTest, MeshFitsTheProcesses) {
               "cp 1 x ep 1");
   }
   PretrainConfig batch = read(kFive, {"train.global_batch=6"});  // divides only once dp is known
-  EXPECT_THROW(resolve_mesh(batch, 4), Error);
+  EXPECT_THROW(resolve_mesh(batch, 4, kAnyModel), Error);
 }
 
 // Random valid configs survive to_toml and reading back; to_toml covers all fields, so equality of
