@@ -1,10 +1,12 @@
 // One rank of an expert group alone on a GPU: its own work, waits and launches as on EP GPUs of one host, and exchanges
 // that stand still on the stream for as long as NVLink would need. What the other ranks send is a copy of what this one
 // sends itself, so speed and idle time are to be read, not losses. A step is forward and backward, without optimizer.
-//   build-gpu/bench_expert_rank EP [MODEL.json [SEQUENCES [MICRO_BATCHES [forced|natural [LINK [TRACE.json]]]]]]
-// LINK: GB/s that all-to-all reaches each way, or 0 for exchanges that take no time: what is left to hide.
+//   build-gpu/bench_expert_rank EP [MODEL.json [SEQUENCES [MICRO_BATCHES [forced|natural [LINK [TRACE.json|graph]]]]]]
+// LINK: GB/s that all-to-all reaches each way, or 0 for exchanges that take no time: what is left to hide. graph (EP 1,
+// where the host waits for nothing): the same step replayed as one CUDA graph, beside the step launched kernel by kernel.
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/CUDAEvent.h>
+#include <ATen/cuda/CUDAGraph.h>
 #include <ATen/cuda/Sleep.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -104,6 +106,24 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
+// Medians of six, in seconds; host: until all was launched.
+struct StepTimes {
+  double step, host;
+};
+StepTimes time_steps(const std::function<void()>& step) {
+  std::vector<double> seconds, host;
+  for (int i = 0; i < 9; ++i) {
+    const auto start = std::chrono::steady_clock::now();
+    step();
+    host.push_back(seconds_since(start));
+    c10::cuda::device_synchronize();
+    seconds.push_back(seconds_since(start));
+  }
+  std::sort(seconds.begin() + 3, seconds.end());
+  std::sort(host.begin() + 3, host.end());
+  return {seconds[6], host[6]};
+}
+
 int run(const std::vector<std::string>& args) {
   const auto arg = [&](size_t i, const char* other) { return i < args.size() ? args[i] : std::string(other); };
   const int64_t ep = std::stoll(arg(1, "8")), sequences = std::stoll(arg(3, "1")), count = std::stoll(arg(4, "8"));
@@ -125,22 +145,16 @@ int run(const std::vector<std::string>& args) {
   executor_options.forced_routing = arg(5, "forced") == "forced";
   Executor executor(*model, parts, store, &tracker, executor_options);
   const at::Tensor loss = at::zeros({1}, at::TensorOptions().device(device).dtype(at::kDouble));
+  std::vector<MicroBatch> batches;
+  for (int64_t i = 0; i < count; ++i) batches.push_back(zipf_batch(sequences, model->shape().vocab, i, device));
   const auto step = [&] {
     tracker.begin_step({ep * count * sequences * kSeqLen, ep * count * sequences, ep * count});
-    executor.train(
-        count, [&](int64_t i) { return zipf_batch(sequences, model->shape().vocab, i, device); }, 1e-5, loss);
+    executor.train(count, [&](int64_t i) { return batches[i]; }, 1e-5, loss);
     tracker.end_step();
   };
-  std::vector<double> seconds, host;
-  for (int i = 0; i < 9; ++i) {
-    const auto start = std::chrono::steady_clock::now();
-    step();
-    host.push_back(seconds_since(start));
-    c10::cuda::device_synchronize();
-    seconds.push_back(seconds_since(start));
-  }
-  std::sort(seconds.begin() + 3, seconds.end());
-  std::sort(host.begin() + 3, host.end());
+  // A graph's kernels must not be on the default stream.
+  const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromPool(true, device.index()));
+  const StepTimes times = time_steps(step);
   const double tokens = static_cast<double>(count * sequences * kSeqLen);
   const double flops = 3 * model->forward_flops_per_token(kSeqLen);
   const at::Tensor chosen = tracker.previous_counts();  // [layers, E]
@@ -149,10 +163,22 @@ int run(const std::vector<std::string>& args) {
   fmt::print(
       "{} ep {} {} sequences x {} {} {} GB/s: {:.1f} ms, {:.0f} tokens/s, {:.0f} TFLOP/s; pairs of the mean {:.2f}, "
       "host {:.1f} ms, {:.1f} GB, {} allocations retried\n",
-      path, ep, sequences, count, arg(5, "forced"), arg(6, "350"), 1e3 * seconds[6], tokens / seconds[6],
-      1e-12 * flops * tokens / seconds[6], load, 1e3 * host[6], 1e-9 * peak_memory_bytes(device),
+      path, ep, sequences, count, arg(5, "forced"), arg(6, "350"), 1e3 * times.step, tokens / times.step,
+      1e-12 * flops * tokens / times.step, load, 1e3 * times.host, 1e-9 * peak_memory_bytes(device),
       c10::cuda::CUDACachingAllocator::getDeviceStats(0).num_alloc_retries);
   if (trace.empty()) return 0;
+  if (trace == "graph") {
+    at::cuda::CUDAGraph graph;
+    graph.capture_begin();
+    step();
+    graph.capture_end();
+    for (int i = 0; i < 3; ++i) {  // in turns
+      const StepTimes replayed = time_steps([&] { graph.replay(); }), launched = time_steps(step);
+      fmt::print("as a graph {:.1f} ms, host {:.1f} ms; kernel by kernel {:.1f} ms, host {:.1f} ms\n",
+                 1e3 * replayed.step, 1e3 * replayed.host, 1e3 * launched.step, 1e3 * launched.host);
+    }
+    return 0;
+  }
   using torch::profiler::impl::ActivityType;
   const std::set<ActivityType> activities = {ActivityType::CUDA};  // the host as fast as without
   const torch::profiler::impl::ProfilerConfig config(torch::profiler::impl::ProfilerState::KINETO, false, false);

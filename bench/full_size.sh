@@ -7,7 +7,8 @@
 #   families          8 GPUs, ep 8: DeepSeek-V2-Lite, Moonlight-16B-A3B, GPT-OSS-20B
 #   four              4 GPUs, Qwen3 with 16 layers: pp 2 x ep 2 and cp 4 at 131,072 tokens, and the same on 1 and 2
 #   loss              8 GPUs: 50 steps of 8 layers on each mesh against one GPU
-#   shared            1 GPU, which 8 ranks share (root; slow): 20 steps of a narrow model on each mesh against one process
+#   shared            1 GPU, which 8 ranks share, or 4 (root; slow, 6 minutes): 20 steps of a narrow model on each mesh
+#                     against one process
 set -uo pipefail
 cd "$(dirname "$(dirname "$(readlink -f "$0")")")"
 group=${1:-} out=${2:-full-size-results}
@@ -113,14 +114,14 @@ config |= {"num_hidden_layers": 8, "hidden_size": 1024, "moe_intermediate_size":
 json.dump(config, open(sys.argv[2], "w"))
 PYTHON
   [[ -f /tmp/zipf8k.bin ]] || "$PYTHON" bench/zipf_corpus.py /tmp/zipf8k 1000000 8192
-  for mesh in "one" "${MESHES[@]}"; do
+  for mesh in "one 1" "${MESHES[@]/ / 8 }" "pp2-ep2 4 mesh.pp=2 mesh.ep=2" "cp4 4 mesh.cp=4"; do
     read -ra words <<< "$mesh"
-    local name=shared-${words[0]} settings=() launcher=() done_with=0
+    local name=shared-${words[0]} ranks=${words[1]} settings=() launcher=() done_with=0
     for setting in "model.config=\"$narrow\"" 'data.train=["/tmp/zipf8k"]' data.seq_len=512 train.steps=20 \
-      train.global_batch=16 train.micro_batch=1 checkpoint.every=0 "log.dir=\"$out/$name\"" "${words[@]:1}"; do
+      train.global_batch=16 train.micro_batch=1 checkpoint.every=0 "log.dir=\"$out/$name\"" "${words[@]:2}"; do
       settings+=(--set "$setting")
     done
-    [[ $mesh == one ]] || launcher=(mpirun --allow-run-as-root --bind-to none -n 8 tools/gpu_rank.sh)
+    ((ranks == 1)) || launcher=(mpirun --allow-run-as-root --bind-to none -n "$ranks" tools/gpu_rank.sh)
     rm -rf "${out:?}/$name" "$out/$name.json"
     timeout 110 "${launcher[@]}" "$MARROW" pretrain "$RUN" "${settings[@]}" > "$out/$name.log" 2>&1 || done_with=$?
     ((done_with == 0)) || missed=$((missed + 1))

@@ -136,8 +136,11 @@ void latent_rope(benchmark::State& state, bool backward) {
 
 void attend(benchmark::State& state, bool backward, bool deterministic, bool documents) {
   const Sizes s = sizes();
-  const Tensor q = s.leaf({s.tokens(), s.q_heads, s.head_size}), k = s.leaf({s.tokens(), s.kv_heads, s.head_size}),
-               v = s.leaf({s.tokens(), s.kv_heads, s.head_size});
+  // Queries and keys have 1 as their mean square, as QK-norm leaves them: what a product's data are decides its power.
+  const auto normed = [&](int64_t heads) {
+    return s.random({s.tokens(), heads, s.head_size}).div_(0.05).set_requires_grad(true);
+  };
+  const Tensor q = normed(s.q_heads), k = normed(s.kv_heads), v = s.leaf({s.tokens(), s.kv_heads, s.head_size});
   AttentionLayout layout{s.sequences, s.seq_len, {}, 0};
   const int64_t length = s.seq_len / (documents ? 4 : 1);
   for (int64_t t = 0; documents && t <= s.tokens(); t += length) {

@@ -118,12 +118,30 @@ void set_cpu_threads(int64_t wanted, int64_t ranks) {
   mallopt(M_TOP_PAD, 64 << 20);
 }
 
+DeviceMark::DeviceMark(at::Device device) {
+  if (!device.is_cuda()) {
+    time_ = std::chrono::steady_clock::now();
+    return;
+  }
+  event_.emplace(device.type(), c10::EventFlag::BACKEND_DEFAULT);  // the other kind has no times
+  event_->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+}
+
+void DeviceMark::wait() const {
+  if (event_) event_->synchronize();
+}
+
+double DeviceMark::seconds_since(const DeviceMark& earlier) const {
+  if (!event_) return std::chrono::duration<double>(time_ - earlier.time_).count();
+  return 1e-3 * earlier.event_->elapsedTime(*event_);
+}
+
 DeferredValues::DeferredValues(const at::Tensor& source) {
   const bool on_gpu = source.is_cuda();
   host_ = at::empty({source.numel()}, at::TensorOptions().dtype(at::kDouble).pinned_memory(on_gpu));
   host_.copy_(source.flatten().to(at::kDouble), /*non_blocking=*/on_gpu);
   if (!on_gpu) return;
-  event_.emplace(at::kCUDA);
+  event_.emplace(at::kCUDA);  // without a time: it is passed at less cost
   event_->record(c10::impl::VirtualGuardImpl(at::kCUDA).getStream(source.device()));
 }
 

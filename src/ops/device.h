@@ -2,6 +2,8 @@
 #pragma once
 #include <c10/core/Event.h>
 
+#include <chrono>
+
 #include "ops/pch.h"
 
 namespace marrow {
@@ -38,6 +40,18 @@ at::Tensor to_device(const std::vector<T>& values, at::Device device) {
   std::ranges::copy(values, host.data_ptr<T>());
   return device.is_cuda() ? host.to(device, /*non_blocking=*/true) : host;
 }
+
+// A moment in the device's queue: when all work before it is done. On the CPU that is at once.
+class DeviceMark {
+ public:
+  explicit DeviceMark(at::Device device);
+  void wait() const;
+  double seconds_since(const DeviceMark& earlier) const;  // both past; error otherwise
+
+ private:
+  std::chrono::steady_clock::time_point time_;  // on the CPU
+  std::optional<c10::Event> event_;             // on a GPU
+};
 
 // A copy of a small device tensor on its way to the host. `values` waits for it.
 class DeferredValues {

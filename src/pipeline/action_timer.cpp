@@ -1,8 +1,5 @@
 #include "pipeline/action_timer.h"
 
-#include <c10/core/impl/VirtualGuardImpl.h>
-
-#include <chrono>
 #include <filesystem>
 
 #include "base/json.h"
@@ -10,41 +7,31 @@
 namespace marrow {
 namespace {
 
-double clock_seconds() {
-  return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
-}
-
 constexpr ActionKind kKinds[] = {ActionKind::kForward, ActionKind::kBackward, ActionKind::kBackwardInput,
                                  ActionKind::kWeightGrad, ActionKind::kForwardBackward};
 
 }  // namespace
 
-ActionTimer::ActionTimer(at::Device device) : device_(device), origin_(now()) {
-  if (origin_.event) origin_.event->synchronize();
-  origin_.seconds = clock_seconds();
+ActionTimer::ActionTimer(at::Device device) : device_(device), origin_(device) {
+  origin_.wait();
+  const auto now = std::chrono::system_clock::now().time_since_epoch();
+  origin_seconds_ = std::chrono::duration<double>(now).count();
 }
 
-ActionTimer::Mark ActionTimer::now() const {
-  if (device_.is_cpu()) return {clock_seconds(), {}};
-  Mark mark;
-  mark.event.emplace(device_.type(), c10::EventFlag::BACKEND_DEFAULT);  // the other kind has no times
-  mark.event->record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
-  return mark;
+void ActionTimer::begin(const PipelineAction& action) {
+  marks_.push_back({action, DeviceMark(device_), DeviceMark(device_)});
 }
-
-void ActionTimer::begin(const PipelineAction& action) { marks_.push_back({action, now(), {}}); }
-void ActionTimer::input_arrived() { marks_.back().start = now(); }
-void ActionTimer::output_ready() { marks_.back().end = now(); }
-
-double ActionTimer::seconds(const Mark& mark) const {
-  if (!mark.event) return mark.seconds;
-  mark.event->synchronize();
-  return origin_.seconds + 1e-3 * origin_.event->elapsedTime(*mark.event);
-}
+void ActionTimer::input_arrived() { marks_.back().start = DeviceMark(device_); }
+void ActionTimer::output_ready() { marks_.back().end = DeviceMark(device_); }
 
 std::vector<TimedAction> ActionTimer::timeline() const {
   std::vector<TimedAction> actions;
-  for (const Marks& marks : marks_) actions.push_back({marks.action, seconds(marks.start), seconds(marks.end)});
+  for (const auto& [action, start, end] : marks_) {
+    start.wait();
+    end.wait();
+    actions.push_back(
+        {action, origin_seconds_ + start.seconds_since(origin_), origin_seconds_ + end.seconds_since(origin_)});
+  }
   return actions;
 }
 

@@ -1,13 +1,11 @@
 // When a rank began and ended the actions of a step, as measured.
 #pragma once
-#include <c10/core/Event.h>
-
-#include "ops/pch.h"
+#include "ops/device.h"
 #include "pipeline/schedule_simulator.h"
 
 namespace marrow {
 
-// On a GPU by events of its stream, so that nothing waits meanwhile; on the CPU by the clock.
+// Nothing waits meanwhile.
 class ActionTimer {
  public:
   explicit ActionTimer(at::Device device);
@@ -18,18 +16,13 @@ class ActionTimer {
   std::vector<TimedAction> timeline() const;
 
  private:
-  struct Mark {
-    double seconds = 0;
-    std::optional<c10::Event> event;  // on a GPU, in place of seconds
-  };
   struct Marks {
     PipelineAction action;
-    Mark start, end;
+    DeviceMark start, end;
   };
-  Mark now() const;
-  double seconds(const Mark& mark) const;
   at::Device device_;
-  Mark origin_;  // its event is at its seconds
+  DeviceMark origin_;
+  double origin_seconds_;  // of the system clock
   std::vector<Marks> marks_;
 };
 

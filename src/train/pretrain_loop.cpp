@@ -305,7 +305,7 @@ auto PretrainLoop::with_step(int64_t step, Body body) {
 
 int64_t PretrainLoop::run(StopSignal& stop) {
   stop_ = &stop;
-  last_report_ = std::chrono::steady_clock::now();
+  last_end_.emplace(device_);
   std::vector<PendingStep> pending;  // at most one
   const auto settle = [&] {
     for (PendingStep& one : std::exchange(pending, {})) with_step(one.step, [&] { report(std::move(one)); });
@@ -315,7 +315,6 @@ int64_t PretrainLoop::run(StopSignal& stop) {
     const bool last = step == config_.train.steps;
     const auto due = [&](int64_t every) { return every > 0 && step % every == 0; };
     const bool at_once = device_.is_cpu() || last || due(config_.data.validate_every) || due(config_.checkpoint.every);
-    if (at_once) settle();  // else launching this step would count as the previous one's time
     PendingStep launched = with_step(step, [&] { return launch_traced(step); });
     settle();  // the previous step's numbers are read while the device works on this one
     pending.push_back(std::move(launched));
@@ -385,7 +384,7 @@ PretrainLoop::PendingStep PretrainLoop::launch_step(int64_t step, ActionTimer* t
   state_.consumed_sequences += sequences;
   const at::Tensor numbers = at::cat({sums, loss_sum, optimizer_->grad_norm(), tracker_->losses().to(at::kDouble),
                                       tracker_->load_max_over_mean().to(at::kDouble)});
-  return {step, targets, rate, DeferredValues(numbers)};
+  return {step, targets, rate, DeviceMark(device_), DeferredValues(numbers)};
 }
 
 void PretrainLoop::report(PendingStep pending) {
@@ -398,7 +397,6 @@ void PretrainLoop::report(PendingStep pending) {
   };
   stopping_ = take(1)[0] > 0;  // the same on all ranks, since it was summed in the same step
   const double rows_sent = take(1)[0];
-  const auto now = std::chrono::steady_clock::now();
   const int64_t layers = model_->shape().moe_layers();
   StepMetrics metrics;
   metrics.step = pending.step;
@@ -414,13 +412,13 @@ void PretrainLoop::report(PendingStep pending) {
   metrics.dispatch_rows_per_token =
       rows_sent / static_cast<double>(layers * config_.train.global_batch * config_.data.seq_len);
   metrics.tokens = config_.train.global_batch * config_.data.seq_len;
-  metrics.step_seconds = std::chrono::duration<double>(now - last_report_).count();
+  metrics.step_seconds = pending.end.seconds_since(*last_end_);
+  last_end_ = std::move(pending.end);
   metrics.tokens_per_second = metrics.tokens / metrics.step_seconds;
   const double world = static_cast<double>(mesh_.shape.world());
   metrics.tflops_per_gpu = 3e-12 * flops_per_token_ * metrics.tokens_per_second / world;
   metrics.mfu = device_.is_cuda() ? metrics.tflops_per_gpu / kHopperPeakTflops : std::nan("");
   metrics.peak_memory_bytes = peak_memory_bytes(device_);
-  last_report_ = now;
   if (metrics_) metrics_->write(metrics);
   if (metrics_ && (pending.step % config_.log.every == 0 || logger_.silent_for(kLongestSilence))) {
     logger_.progress(console_line(metrics, config_.train.steps));
@@ -455,7 +453,7 @@ void PretrainLoop::validate(int64_t step) {
   loss /= static_cast<double>(targets);
   if (metrics_) metrics_->write_validation(step, loss);
   logger_.info(fmt::format("step {}: validation loss {:.4f}", step, loss));
-  last_report_ = std::chrono::steady_clock::now();
+  last_end_.emplace(device_);
 }
 
 void PretrainLoop::save(int64_t step) {

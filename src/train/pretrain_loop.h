@@ -31,6 +31,7 @@ class PretrainLoop {
     int64_t step = 0;
     int64_t targets = 0;
     double learning_rate = 0;
+    DeviceMark end;
     DeferredValues values;  // who asks to stop, rows sent, Σ loss, gradient norm, balance losses, expert loads
   };
 
@@ -80,7 +81,7 @@ class PretrainLoop {
   int64_t saved_step_ = -1;
   StopSignal* stop_ = nullptr;
   bool stopping_ = false;
-  std::chrono::steady_clock::time_point last_report_;
+  std::optional<DeviceMark> last_end_;  // of a step or validation, where the next one's time begins
 };
 
 }  // namespace marrow

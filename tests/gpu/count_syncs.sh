@@ -28,6 +28,12 @@ for steps in 6 16; do
   MARROW_SYNC_COUNTS=$folder/$steps LD_PRELOAD=$BUNDLE/lib/libsync_counter.so bin/marrow pretrain "$folder/run.toml" \
     --set train.steps=$steps --set "log.dir=\"$folder/run-$steps\"" "$@" > "$folder/log" 2>&1 || { cat "$folder/log"; exit 1; }
 done
+"$PYTHON" - "$folder/run-16/metrics.jsonl" << 'PYTHON' || exit 1
+import json, statistics, sys
+times = [line["step_seconds"] for line in map(json.loads, open(sys.argv[1])) if "step_seconds" in line][2:]
+if len(times) != 14 or min(times) < statistics.median(times) / 4:  # a host that launches slowly must not be what is timed
+    sys.exit(f"FAIL steps took {times} s  next: PretrainLoop::report")
+PYTHON
 join "$folder/6" "$folder/16" | awk '
   {more = $3 - $2; printf "%s: %d more in 10 steps\n", $1, more; if (more != ($1 == "cudaEventSynchronize" ? 10 : 0)) bad = 1; seen += $3}
   END {if (seen == 0) bad = 1; print bad ? "FAIL a step waits for the device  next: log.trace" : "PASS no step waits for the device"; exit bad}'
