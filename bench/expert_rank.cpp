@@ -3,7 +3,8 @@
 // sends itself, so speed and idle time are to be read, not losses. A step is forward and backward, without optimizer.
 //   build-gpu/bench_expert_rank EP [MODEL.json [SEQUENCES [MICRO_BATCHES [forced|natural [LINK [TRACE.json|graph]]]]]]
 // LINK: GB/s that all-to-all reaches each way, or 0 for exchanges that take no time: what is left to hide. graph (EP 1,
-// where the host waits for nothing): the same step replayed as one CUDA graph, beside the step launched kernel by kernel.
+// where the host waits for nothing): the same step replayed as one CUDA graph, beside the step launched kernel by
+// kernel.
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/CUDAEvent.h>
 #include <ATen/cuda/CUDAGraph.h>
@@ -149,7 +150,8 @@ int run(const std::vector<std::string>& args) {
   for (int64_t i = 0; i < count; ++i) batches.push_back(zipf_batch(sequences, model->shape().vocab, i, device));
   const auto step = [&] {
     tracker.begin_step({ep * count * sequences * kSeqLen, ep * count * sequences, ep * count});
-    executor.train(count, [&](int64_t i) { return batches[i]; }, 1e-5, loss);
+    executor.train(
+        count, [&](int64_t i) { return batches[i]; }, 1e-5, loss);
     tracker.end_step();
   };
   // A graph's kernels must not be on the default stream.

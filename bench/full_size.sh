@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Full-size models on 4 or 8 GPUs of one host: bench/full_size.sh GROUP [OUT_FOLDER]; each run gets 110 s, so that
+# Full-size models on 4 or 8 GPUs of one host: bench/full_size.sh GROUP [OUT_FOLDER [NAMES]]; each run gets 110 s, so that
 # a group takes under 10 minutes (loss 11), and writes OUT_FOLDER/NAME.json a run. On a machine with the bundle, or with $MARROW and its libraries at hand.
 #   estimate          no GPU: the memory of every run below; FAIL where one does not fit
 #   natural, forced   8 GPUs: Qwen3-30B-A3B with 48 layers on ep 8, pp 2 x ep 4, pp 4 x ep 2, dp 8 by layers
@@ -7,11 +7,11 @@
 #   families          8 GPUs, ep 8: DeepSeek-V2-Lite, Moonlight-16B-A3B, GPT-OSS-20B
 #   four              4 GPUs, Qwen3 with 16 layers: pp 2 x ep 2 and cp 4 at 131,072 tokens, and the same on 1 and 2
 #   loss              8 GPUs: 50 steps of 8 layers on each mesh against one GPU
-#   shared            1 GPU, which 8 ranks share, or 4 (root; slow, 6 minutes): 20 steps of a narrow model on each mesh
-#                     against one process
+#   shared            1 GPU, which 8 ranks share, or 4 (root; slow, 6 minutes): 12 steps of a narrow model on each mesh
+#                     against one process. NAMES, such as 'one|cp4', are those meshes alone.
 set -uo pipefail
 cd "$(dirname "$(dirname "$(readlink -f "$0")")")"
-group=${1:-} out=${2:-full-size-results}
+group=${1:-} out=${2:-full-size-results} names=${3:-.*}
 RUN=configs/runs/gpu-30b-4layers.toml
 MESHES=("ep8 mesh.ep=8" "pp2-ep4 mesh.pp=2 mesh.ep=4" "pp4-ep2 mesh.pp=4 mesh.ep=2"
   'dp8-layer mesh.dp=8 mesh.shard="layer"')
@@ -116,14 +116,15 @@ PYTHON
   [[ -f /tmp/zipf8k.bin ]] || "$PYTHON" bench/zipf_corpus.py /tmp/zipf8k 1000000 8192
   for mesh in "one 1" "${MESHES[@]/ / 8 }" "pp2-ep2 4 mesh.pp=2 mesh.ep=2" "cp4 4 mesh.cp=4"; do
     read -ra words <<< "$mesh"
+    [[ ${words[0]} =~ ^(${names})$ ]] || continue
     local name=shared-${words[0]} ranks=${words[1]} settings=() launcher=() done_with=0
-    for setting in "model.config=\"$narrow\"" 'data.train=["/tmp/zipf8k"]' data.seq_len=512 train.steps=20 \
+    for setting in "model.config=\"$narrow\"" 'data.train=["/tmp/zipf8k"]' data.seq_len=512 train.steps=12 \
       train.global_batch=16 train.micro_batch=1 checkpoint.every=0 "log.dir=\"$out/$name\"" "${words[@]:2}"; do
       settings+=(--set "$setting")
     done
     ((ranks == 1)) || launcher=(mpirun --allow-run-as-root --bind-to none -n "$ranks" tools/gpu_rank.sh)
     rm -rf "${out:?}/$name" "$out/$name.json"
-    timeout 110 "${launcher[@]}" "$MARROW" pretrain "$RUN" "${settings[@]}" > "$out/$name.log" 2>&1 || done_with=$?
+    timeout 140 "${launcher[@]}" "$MARROW" pretrain "$RUN" "${settings[@]}" > "$out/$name.log" 2>&1 || done_with=$?
     ((done_with == 0)) || missed=$((missed + 1))
     echo "$name: exit $done_with"
     "$PYTHON" - "$out/$name" <<'PYTHON'

@@ -5,8 +5,9 @@
 namespace marrow {
 namespace {
 
-constexpr int kThreads = 1024;
-constexpr int kCacheBytes = 200 * 1024;  // of a row, kept in shared memory between the two passes
+constexpr int kThreads = 512;
+constexpr int kBlocks = 2;               // of a multiprocessor: one reads while the other writes
+constexpr int kCacheBytes = 112 * 1024;  // of a row, kept in shared memory between the two passes
 constexpr float kLog2E = 1.4426950408889634f;
 
 // Σ e^(logit - top), with the largest logit so far. The difference is taken before the scaling to
@@ -14,6 +15,13 @@ constexpr float kLog2E = 1.4426950408889634f;
 struct Softmax {
   float top = -INFINITY, sum = 0.0f;
 };
+
+// exp2f without its detour for results below 2^-126.
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 
 __device__ Softmax merge(Softmax a, Softmax b) {
   const float top = fmaxf(a.top, b.top);
@@ -33,7 +41,8 @@ __device__ Softmax block_merge(Softmax x) {
   __syncthreads();  // the previous row's readers are done
   if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
   __syncthreads();
-  return warp_merge(warps[threadIdx.x % 32]);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  return warp_merge(lane < kThreads / 32 ? warps[lane] : Softmax{});
 }
 
 template <typename T, int kSize>
@@ -43,15 +52,15 @@ __device__ void add_pack(Softmax& running, const Pack<T, kSize>& pack) {
     x[u] = static_cast<float>(pack.items[u]);
     top = fmaxf(top, x[u]);
   }
-  float sum = top == running.top ? running.sum : running.sum * exp2f((running.top - top) * kLog2E);
-  for (int u = 0; u < kSize; ++u) sum += exp2f((x[u] - top) * kLog2E);
+  float sum = top == running.top ? running.sum : running.sum * exp2_fast((running.top - top) * kLog2E);
+  for (int u = 0; u < kSize; ++u) sum += exp2_fast((x[u] - top) * kLog2E);
   running = {top, sum};
 }
 
 // A block takes one row after the other: once over it for the sum of exponentials, once for the
 // gradient. Most of the row waits in shared memory, the rest in L2.
 template <typename T, int kSize>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     cross_entropy(T* logits, const int32_t* targets, float* losses, int64_t rows, int64_t vocabulary, int64_t cached,
                   float gradient_scale, bool with_gradient) {
   using Packed = Pack<T, kSize>;
@@ -91,7 +100,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       const Packed in = i < cached ? cache[i] : row[i];
       Packed out;
       for (int u = 0; u < kSize; ++u) {
-        const float p = exp2f((static_cast<float>(in.items[u]) - total.top) * kLog2E - log2_sum);
+        const float p = exp2_fast((static_cast<float>(in.items[u]) - total.top) * kLog2E - log2_sum);
         const float d = i * kSize + u == target ? p - 1.0f : p;
         out.items[u] = static_cast<T>(d * gradient_scale);
       }
@@ -104,7 +113,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 void cross_entropy_cuda(View logits, View targets, View losses, float gradient_scale, bool with_gradient) {
   if (logits.rows == 0) return;
-  const auto blocks = static_cast<unsigned>(std::min<int64_t>(logits.rows, multiprocessors()));
+  const auto blocks = static_cast<unsigned>(std::min<int64_t>(logits.rows, kBlocks * multiprocessors()));
   launch_packs(logits.bf16, in_packs(logits.width, logits), [&]<typename T, int kSize>() {
     const int64_t packs = logits.width / kSize, bytes = sizeof(T) * kSize;
     const int64_t cached = with_gradient ? std::min<int64_t>(packs, kCacheBytes / bytes) : 0;
