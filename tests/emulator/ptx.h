@@ -2,6 +2,7 @@
 // order of the assembly's lists.
 #pragma once
 #include <bit>
+#include <cmath>
 
 #include "emulator/emulator.h"
 
@@ -66,6 +67,11 @@ EMULATOR_OWN inline void mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(flo
     }
   }
   d0 = sums[0][0], d1 = sums[0][1], d2 = sums[1][0], d3 = sums[1][1];
+}
+
+// Right to 2 units of the last place on a GPU; what is below 2^-126 is 0.
+inline void ex2_approx_ftz_f32(float& power, float exponent) {
+  power = exponent < -126.0f ? 0.0f : std::exp2(exponent);
 }
 
 }  // namespace emulator::ptx

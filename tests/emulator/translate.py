@@ -3,7 +3,7 @@
 kernel<<<grid, block, …>>>(…)   a call of emulator::launch
 extern __shared__ T name[];     a pointer to the block's shared memory
 __shared__ T name[n];           a reference to emulator::shared_array<T[n]>
-asm volatile("a.b.c …" : …)     emulator::ptx::a_b_c(outputs…, inputs…); one that is not there does not compile
+asm [volatile]("a.b.c …" : …)   emulator::ptx::a_b_c(outputs…, inputs…); one that is not there does not compile
 __global__ … {                  a note of which kernel runs; and the file's kernels are listed
 """
 import re
@@ -36,7 +36,7 @@ def translate(text, name):
     text = re.sub(r"extern __shared__ (?:__align__\(\d+\) )?([\w ]+?) (\w+)\[\];",
                   r"\1* \2 = reinterpret_cast<\1*>(::emulator::shared_memory);", text)
     text = re.sub(r"__shared__ ([\w:]+) (\w+)((?:\[[^\]]*\])+);", r"auto& \2 = ::emulator::shared_array<\1\3>();", text)
-    while match := re.search(r"\basm volatile\(", text):
+    while match := re.search(r"\basm(?: volatile)?\(", text):
         end = closing(text, match.end())
         text = text[:match.start()] + call_of_asm(text[match.end():end]) + text[end + 1:]
     text = re.sub(r"([\w:]+(?:<[\w, ]+>)?)(\s*)<<<(.*?)>>>\(", r"::emulator::launch(\1, ::emulator::Config(\3), \2",
