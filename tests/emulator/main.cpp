@@ -34,7 +34,8 @@ int main(int count, char** arguments) {
   std::string& filter = ::testing::GTEST_FLAG(filter);
   if (filter == "*") ::testing::AddGlobalTestEnvironment(new marrow::EveryKernel);  // gtest's own
   // Attention's kernels are cuDNN's, and this device has no queue of which marks could be made.
-  filter += (filter.find('-') == std::string::npos ? "-" : ":") + std::string("Attention.*:DeviceMark.*:DeferredValues.*:Slow*");
+  filter += (filter.find('-') == std::string::npos ? "-" : ":") +
+            std::string("Attention.*:DeviceMark.*:DeferredValues.*:Slow*");
   ::testing::UnitTest::GetInstance()->listeners().Append(new marrow::Orders);
   return RUN_ALL_TESTS();
 }
