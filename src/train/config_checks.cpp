@@ -184,9 +184,15 @@ void check_model_fits(PretrainConfig& config, const ModelShape& shape, int64_t w
     MARROW_CHECK(shape.experts % ep == 0, ExitCode::kUsage,
                  Fix("set mesh.ep to a divisor of {}: {}", shape.experts, what_fits(config, shape, world)),
                  "{} experts do not divide by mesh.ep = {}", shape.experts, ep);
-    MARROW_CHECK(!shape.tied_embeddings || config.mesh.pp <= 1 || config.mesh.schedule == PipelineSchedule::kDualPipeV,
-                 ExitCode::kUsage, Fix("set mesh.schedule = \"dualpipev\", which has embedding and head on one rank"),
-                 "mesh.schedule = \"1f1b\" with mesh.pp = {} divides the tied embedding of the model", config.mesh.pp);
+    PretrainConfig other = config;
+    other.mesh.schedule = PipelineSchedule::kDualPipeV;
+    for (int64_t* size : sides(other.mesh)) *size = std::max<int64_t>(*size, 1);
+    MARROW_CHECK(
+        !shape.tied_embeddings || config.mesh.pp <= 1 || config.mesh.schedule == PipelineSchedule::kDualPipeV,
+        ExitCode::kUsage,
+        Fix(mesh_fits(other, shape) ? "set mesh.schedule = \"dualpipev\", which has embedding and head on one rank"
+                                    : what_fits(config, shape, world)),
+        "mesh.schedule = \"1f1b\" with mesh.pp = {} divides the tied embedding of the model", config.mesh.pp);
   };
   check_mesh_sizes();  // first what fits with no number of processes
   resolve_mesh(config, world, shape);

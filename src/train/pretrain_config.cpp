@@ -368,6 +368,22 @@ std::string to_toml(const PretrainConfig& config) {
   });
 }
 
+std::vector<std::string> changed_settings(const std::string& before, const PretrainConfig& now) {
+  const auto settings = [](const std::string& toml) {
+    std::vector<std::string> out;
+    std::istringstream lines(toml);
+    for (std::string line, section; std::getline(lines, line);) {
+      if (line.starts_with('[')) section = line.substr(1, line.size() - 2);
+      if (line.find(" = ") != std::string::npos) out.push_back(fmt::format("{}.{}", section, line));
+    }
+    return out;
+  };
+  const std::vector<std::string> old = settings(before);
+  std::vector<std::string> changed = settings(to_toml(now));
+  std::erase_if(changed, [&](const std::string& setting) { return std::ranges::count(old, setting) > 0; });
+  return changed;
+}
+
 std::string config_help() {
   PretrainConfig defaults;
   return "# Every key of a run config, with its default. The five that have none must be given;\n"

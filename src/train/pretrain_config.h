@@ -111,5 +111,7 @@ std::string config_help();
 
 // The resolved config as TOML that read_pretrain_config reads back to the same values.
 std::string to_toml(const PretrainConfig& config);
+// "train.steps = 20", …: those of `now`'s settings that `before`, such a TOML, does not have.
+std::vector<std::string> changed_settings(const std::string& before, const PretrainConfig& now);
 
 }  // namespace marrow

@@ -1,5 +1,6 @@
 #include "train/pretrain_loop.h"
 
+#include <fmt/ranges.h>
 #include <torch/csrc/autograd/profiler_kineto.h>
 
 #include <filesystem>
@@ -269,7 +270,9 @@ void PretrainLoop::resume_from(const Checkpoint& checkpoint) {
   state_.step = saved_step_ = checkpoint.state().step;
   state_.consumed_sequences = checkpoint.state().consumed_sequences;
   state_.skipped_steps = checkpoint.state().skipped_steps;
-  logger_.info(fmt::format("resumed from {} at step {}", checkpoint.folder(), state_.step));
+  const auto changed = changed_settings(read_text_file(checkpoint.folder() + "/run.toml"), config_);
+  logger_.info(fmt::format("resumed from {} at step {}{}{}", checkpoint.folder(), state_.step,
+                           changed.empty() ? "" : ", with other settings: ", fmt::join(changed, ", ")));
 }
 
 void PretrainLoop::initialize_from(const std::string& path) {

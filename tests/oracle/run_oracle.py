@@ -5,6 +5,7 @@ Every case checks the exit code, that the error names the thing and a fix, and w
 import hashlib
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -85,8 +86,9 @@ def resume_is_exact():
                                 stdout=subprocess.DEVNULL)
         check(long.wait() == 0, "run with a checkpoint at step 10")
         shutil.rmtree(WORK / f"{name}-parts/checkpoints/step-00000020")
-        done = marrow("pretrain", parts)
-        check(done.returncode == 0 and "resumed from" in done.stderr, done.stderr)
+        done = marrow("pretrain", parts, "--set", "log.every=3")
+        check(done.returncode == 0 and "at step 10, with other settings: " in done.stderr and
+              re.search(r"settings: (checkpoint.every = \d+, )?log.every = 3$", done.stderr, re.M), done.stderr)
         one, two = metrics(f"{name}-whole"), metrics(f"{name}-parts")
         check([line["step"] for line in two] == list(range(1, 21)), "a line for each step")
         for a, b in zip(one, two):

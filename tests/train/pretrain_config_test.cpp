@@ -290,7 +290,7 @@ TEST_F(ConfigTest, EveryChunkOfThePipelineHasALayer) {
 // Whatever an error proposes, works.
 TEST_F(ConfigTest, ProposedMeshesWork) {
   const std::regex mesh("pp ([0-9]+) x dp ([0-9]+) x cp ([0-9]+) x ep ([0-9]+)");
-  int64_t proposals = 0, failures = 0;
+  int64_t proposals = 0, failures = 0, schedules = 0;
   for (int i = 0; i < 2000; ++i) {
     std::mt19937_64 random(i);
     const auto one_of = [&](int64_t low, int64_t high) {
@@ -302,15 +302,26 @@ TEST_F(ConfigTest, ProposedMeshesWork) {
     config.mesh.schedule = i % 3 == 0 ? PipelineSchedule::kOneFOneB : PipelineSchedule::kDualPipeV;
     config.train.global_batch = 4 * one_of(1, 6), config.train.micro_batch = one_of(1, 3);
     config.mesh.replicate = std::max<int64_t>(one_of(-4, 3), 1);
-    const ModelShape shape{
-        .layers = one_of(1, 6), .max_position = 4096, .experts = one_of(2, 9), .tied_embeddings = i % 5 == 0};
+    const ModelShape shape{.layers = one_of(1, 6),
+                           .max_position = 4096,
+                           .experts = one_of(2, 9),
+                           .tied_embeddings = i % 5 == 0 || i % 6 == 0};
     const PretrainConfig given = config;
     try {
       check_model_fits(config, shape, one_of(1, 12));
     } catch (const Error& error) {
       const std::string& fix = error.report().fix;
+      if (fix.starts_with("set mesh.schedule")) {
+        PretrainConfig proposed = given;
+        proposed.mesh.schedule = PipelineSchedule::kDualPipeV;
+        const int64_t world = proposed.mesh.pp * std::max<int64_t>(proposed.mesh.dp, 1) * proposed.mesh.cp;
+        EXPECT_NO_THROW(check_model_fits(proposed, shape, world * proposed.mesh.ep)) << error.what() << fix;
+        ++schedules;
+        continue;
+      }
       if (error.report().what.find("does not fit") == std::string::npos &&
           error.report().what.find("experts do not divide") == std::string::npos &&
+          error.report().what.find("tied") == std::string::npos &&
           error.report().what.find("the model has") == std::string::npos) {
         EXPECT_TRUE(fix.starts_with("set ") || fix.starts_with("raise ")) << fix;  // a batch, a sequence, replicate
         continue;
@@ -332,6 +343,7 @@ TEST_F(ConfigTest, ProposedMeshesWork) {
   }
   EXPECT_GT(failures, 500);
   EXPECT_GT(proposals, 1000);
+  EXPECT_GT(schedules, 5);
 }
 
 TEST_F(ConfigTest, MeshFitsTheProcesses) {
@@ -408,6 +420,18 @@ TEST_F(ConfigTest, TomlRoundTrip) {
     EXPECT_EQ(back.data.train[0].weight, config.data.train[0].weight);
     EXPECT_EQ(back.train.seed, config.train.seed);
   }
+}
+
+TEST_F(ConfigTest, ChangedSettingsAreThoseThatTheEarlierConfigDoesNotHave) {
+  const PretrainConfig before = read(kFive);
+  EXPECT_EQ(changed_settings(to_toml(before), before), std::vector<std::string>{});
+  PretrainConfig now = before;
+  now.train.steps += 5;
+  now.router.balance = BalanceMode::kSequence;
+  now.log.dir = "elsewhere";  // not checkpoint.dir, whose key has the same name
+  EXPECT_EQ(changed_settings(to_toml(before), now),
+            (std::vector<std::string>{fmt::format("train.steps = {}", now.train.steps), "router.balance = \"sequence\"",
+                                      "log.dir = \"elsewhere\""}));
 }
 
 TEST_F(ConfigTest, HelpListsEveryKeyOfTheFile) {
