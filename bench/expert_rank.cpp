@@ -130,6 +130,10 @@ int run(const std::vector<std::string>& args) {
   const int64_t ep = std::stoll(arg(1, "8")), sequences = std::stoll(arg(3, "1")), count = std::stoll(arg(4, "8"));
   const std::string path = arg(2, "configs/models/qwen3-30b-a3b-4layers.json"), trace = arg(7, "");
   const at::Device device = use_gpu(0);
+  MARROW_CHECK(ep == 1 || trace != "graph", ExitCode::kUsage, Fix("bench_expert_rank 1 …"),
+               "the host waits for sizes at ep {}: no graph", ep);
+  // As of training's products the priority is low; a graph's must not be on the default stream.
+  const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromPool(/*isHighPriority=*/false, device.index()));
   EchoCommunicator group(ep, 1e9 * std::stod(arg(6, "350")), device);
   const std::unique_ptr<MoeModel> model = open_model(Json::read_file(path, ExitCode::kUsage));
   ModelParts parts;
@@ -154,8 +158,6 @@ int run(const std::vector<std::string>& args) {
         count, [&](int64_t i) { return batches[i]; }, 1e-5, loss);
     tracker.end_step();
   };
-  // A graph's kernels must not be on the default stream.
-  const c10::cuda::CUDAStreamGuard guard(c10::cuda::getStreamFromPool(true, device.index()));
   const StepTimes times = time_steps(step);
   const double tokens = static_cast<double>(count * sequences * kSeqLen);
   const double flops = 3 * model->forward_flops_per_token(kSeqLen);

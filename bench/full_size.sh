@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Full-size models on 4 or 8 GPUs of one host: bench/full_size.sh GROUP [OUT_FOLDER [NAMES]]; each run gets 110 s, so that
-# a group takes under 10 minutes (loss 11), and writes OUT_FOLDER/NAME.json a run. On a machine with the bundle, or with $MARROW and its libraries at hand.
+# Full-size models on 4 or 8 GPUs of one host: bench/full_size.sh GROUP [OUT_FOLDER [NAMES]]; each run gets 110 s (of
+# shared 140), so that a group takes under 10 minutes (loss 11), and writes OUT_FOLDER/NAME.json a run. On a machine with the bundle, or with $MARROW and its libraries at hand.
 #   estimate          no GPU: the memory of every run below; FAIL where one does not fit
 #   natural, forced   8 GPUs: Qwen3-30B-A3B with 48 layers on ep 8, pp 2 x ep 4, pp 4 x ep 2, dp 8 by layers
 #   muon              the same with Muon, natural routing
@@ -8,7 +8,7 @@
 #   four              4 GPUs, Qwen3 with 16 layers: pp 2 x ep 2 and cp 4 at 131,072 tokens, and the same on 1 and 2
 #   loss              8 GPUs: 50 steps of 8 layers on each mesh against one GPU
 #   shared            1 GPU, which 8 ranks share, or 4 (root; slow, 6 minutes): 12 steps of a narrow model on each mesh
-#                     against one process. NAMES, such as 'one|cp4', are those meshes alone.
+#                     against one process; with NAMES, such as 'ep8|cp4', on these alone
 set -uo pipefail
 cd "$(dirname "$(dirname "$(readlink -f "$0")")")"
 group=${1:-} out=${2:-full-size-results} names=${3:-.*}
@@ -105,7 +105,7 @@ PYTHON
 }
 
 shared() {
-  local mesh words narrow=/tmp/narrow-8layers.json
+  local mesh words name narrow=/tmp/narrow-8layers.json
   "$PYTHON" - configs/models/qwen3-30b-a3b.json "$narrow" <<'PYTHON'
 import json, sys
 config = json.load(open(sys.argv[1]))
@@ -114,10 +114,12 @@ config |= {"num_hidden_layers": 8, "hidden_size": 1024, "moe_intermediate_size":
 json.dump(config, open(sys.argv[2], "w"))
 PYTHON
   [[ -f /tmp/zipf8k.bin ]] || "$PYTHON" bench/zipf_corpus.py /tmp/zipf8k 1000000 8192
+  rm -f "$out"/shared-*.json
   for mesh in "one 1" "${MESHES[@]/ / 8 }" "pp2-ep2 4 mesh.pp=2 mesh.ep=2" "cp4 4 mesh.cp=4"; do
     read -ra words <<< "$mesh"
-    [[ ${words[0]} =~ ^(${names})$ ]] || continue
-    local name=shared-${words[0]} ranks=${words[1]} settings=() launcher=() done_with=0
+    [[ ${words[0]} == one || ${words[0]} =~ ^(${names})$ ]] || continue
+    name=shared-${words[0]}
+    local ranks=${words[1]} settings=() launcher=() done_with=0
     for setting in "model.config=\"$narrow\"" 'data.train=["/tmp/zipf8k"]' data.seq_len=512 train.steps=12 \
       train.global_batch=16 train.micro_batch=1 checkpoint.every=0 "log.dir=\"$out/$name\"" "${words[@]:2}"; do
       settings+=(--set "$setting")
@@ -134,6 +136,7 @@ json.dump({"losses": [line["loss"] for line in lines if "loss" in line]}, open(f
 PYTHON
     rm -rf "${out:?}/$name"
   done
+  [[ ${name:-} != shared-one ]] || fail "no mesh '$names'" "bench/full_size.sh shared $out 'ep8|cp4'"
   compare_losses shared
 }
 

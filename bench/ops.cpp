@@ -138,7 +138,7 @@ void attend(benchmark::State& state, bool backward, bool deterministic, bool doc
   const Sizes s = sizes();
   // Queries and keys have 1 as their mean square, as QK-norm leaves them: what a product's data are decides its power.
   const auto normed = [&](int64_t heads) {
-    return s.random({s.tokens(), heads, s.head_size}).div_(0.05).set_requires_grad(true);
+    return at::randn({s.tokens(), heads, s.head_size}, at::device(s.device)).to(s.dtype).set_requires_grad(true);
   };
   const Tensor q = normed(s.q_heads), k = normed(s.kv_heads), v = s.leaf({s.tokens(), s.kv_heads, s.head_size});
   AttentionLayout layout{s.sequences, s.seq_len, {}, 0};

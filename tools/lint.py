@@ -7,7 +7,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BUDGET, LONGEST = 12000, 600
 # src/ is over its budget: with several ranks came communicators, launch, schedule, dispatch and ring attention.
 # Lower this with every cut, and raise it for a feature alone; docs/roadmap.md says where lines can go.
-CEILING = 23648
+CEILING = 23651
 # A folder may include itself and these.
 BELOW = {
     "base": set(),

@@ -1,4 +1,4 @@
-// The device of a run: choosing it, its memory, and values that come back from it without a wait.
+// The device of a run: choosing it, its memory, and values and times that come back from it without a wait.
 #pragma once
 #include <c10/core/Event.h>
 

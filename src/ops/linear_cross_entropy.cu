@@ -58,7 +58,7 @@ __device__ void add_pack(Softmax& running, const Pack<T, kSize>& pack) {
 }
 
 // A block takes one row after the other: once over it for the sum of exponentials, once for the
-// gradient. Most of the row waits in shared memory, the rest in L2.
+// gradient. What fits of the row waits in shared memory, the rest in L2.
 template <typename T, int kSize>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     cross_entropy(T* logits, const int32_t* targets, float* losses, int64_t rows, int64_t vocabulary, int64_t cached,

@@ -18,8 +18,9 @@ struct StepMetrics {
   double grad_norm = 0;  // before clipping
   double lr = 0;
   int64_t tokens = 0;  // of this step
-  double step_seconds = 0;
-  double tokens_per_second = 0;  // of wall clock
+  double step_seconds =
+      0;  // on the device, since the end of the step or validation before: data, saving, logging count
+  double tokens_per_second = 0;
   double tflops_per_gpu = 0;
   double mfu = 0;  // NaN where the device's peak is unknown: null in the file
   int64_t peak_memory_bytes = 0;

@@ -347,6 +347,8 @@ PretrainLoop::PendingStep PretrainLoop::launch_traced(int64_t step) {
   const std::string timeline = timeline_path(config_.log.dir, step, mesh_.rank);
   write_text_file_atomically(timeline, timeline_json(timer.timeline(), mesh_text(config_.mesh)));
   logger_.info(fmt::format("step {}: trace in {}, timeline in {}", step, path, timeline));
+  launched.end = DeviceMark(device_);  // or the next step's time would have what this took
+  launched.end.wait();
   return launched;
 }
 

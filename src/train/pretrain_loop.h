@@ -31,7 +31,7 @@ class PretrainLoop {
     int64_t step = 0;
     int64_t targets = 0;
     double learning_rate = 0;
-    DeviceMark end;
+    DeviceMark end;         // before `values` in the queue: past once they are here
     DeferredValues values;  // who asks to stop, rows sent, Σ loss, gradient norm, balance losses, expert loads
   };
 
