@@ -29,7 +29,8 @@ def main(marrow, config, steps, *options):
     start = time.time()
     process = subprocess.Popen(
         [marrow, "pretrain", config, "--json", "--set", f'log.dir="{folder}"', "--set",
-         f"train.steps={steps + 1000}", *options], stdout=subprocess.DEVNULL)
+         f'checkpoint.dir="{folder}/checkpoints"', "--set", "checkpoint.every=0",  # of nobody else's run
+         "--set", f"train.steps={steps + 1000}", *options], stdout=subprocess.DEVNULL)
     first = None
     while process.poll() is None and len(read_lines(f"{folder}/metrics.jsonl")) < steps:
         if first is None and read_lines(f"{folder}/metrics.jsonl"):

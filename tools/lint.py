@@ -7,7 +7,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BUDGET, LONGEST = 12000, 600
 # src/ is over its budget: with several ranks came communicators, launch, schedule, dispatch and ring attention.
 # Lower this with every cut, and raise it for a feature alone; docs/roadmap.md says where lines can go.
-CEILING = 23651
+CEILING = 23672
 # A folder may include itself and these.
 BELOW = {
     "base": set(),
@@ -94,6 +94,6 @@ for name, text in texts.items():
 
 total = sum(text.count("\n") for text in texts.values())
 if total > CEILING:
-    problems.append(f"src/: {total} lines, over the ceiling of {CEILING} (the budget is {BUDGET})")
+    problems.append(f"src/: {total} lines, over the ceiling of {CEILING} (the budget is {BUDGET}); what can go? A feature may raise CEILING in tools/lint.py")
 print("\n".join(problems + [f"src/: {len(texts)} files, {total} of {BUDGET} lines"]))
 sys.exit(bool(problems))

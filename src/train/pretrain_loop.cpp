@@ -94,7 +94,10 @@ PretrainLoop::PretrainLoop(const PretrainConfig& config, Bootstrap& bootstrap, R
     initialize_from(config_.model.init_from);
   }
   if (mesh_.rank != 0) return;
-  write_text_file_atomically(config_.log.dir + "/run.toml", to_toml(config_));
+  describe_start();
+  // Where nothing is to be done, run.toml goes on telling how it was done.
+  const std::string told = config_.log.dir + "/run.toml";
+  if (left_to_do() || !std::filesystem::exists(told)) write_text_file_atomically(told, to_toml(config_));
   remove_timelines(config_.log.dir, state_.step);
   metrics_.emplace(config.log.dir, state_.step);
 }
@@ -117,7 +120,6 @@ void PretrainLoop::open_run_folder() {
     std::filesystem::create_directories(config_.log.dir);
     lock_.emplace(config_.log.dir + "/lock", Fix("wait for the other run, or give this one another log.dir"));
     std::filesystem::create_directories(config_.checkpoint.dir);  // now, not after hours
-    if (config_.checkpoint.dir == config_.log.dir + "/checkpoints") return;
     checkpoint_lock_.emplace(config_.checkpoint.dir + "/lock",
                              Fix("wait for the other run, or give this one another checkpoint.dir"));
   });
@@ -201,6 +203,19 @@ void PretrainLoop::open_data() {
     for (const std::string& warning : validation_.back().warnings()) logger_.warn(warning);
     check_same_tokenizer(prefix, validation_.back().tokenizer_hash(), "data.train", loader_->tokenizer_hash());
   }
+}
+
+void PretrainLoop::describe_start() {
+  const auto& [model, data, mesh, train, o, router, checkpoint, log, origin] = config_;
+  const auto epochs = static_cast<double>(train.steps) * static_cast<double>(train.global_batch) /
+                      static_cast<double>(loader_->samples_per_epoch());
+  constexpr const char* dtypes[] = {"bf16", "fp32", "fp8"};
+  logger_.info(fmt::format("{}, {} layers, on {} in {}: {}, {} tokens a step, {:.2f} epochs in all; {}", model.config,
+                           model_->shape().layers, device_.str(), dtypes[static_cast<int>(train.dtype)],
+                           mesh_text(mesh), train.global_batch * data.seq_len, epochs, log.dir));
+  if (left_to_do()) return;
+  logger_.warn(fmt::format("nothing to train: {} is at step {}, train.steps is {}; raise it, or set another log.dir",
+                           checkpoint.dir, state_.step, train.steps));
 }
 
 // What a checkpoint says of the run and its data, read once: the files may be gone when it is saved.
@@ -313,7 +328,7 @@ int64_t PretrainLoop::run(StopSignal& stop) {
   const auto settle = [&] {
     for (PendingStep& one : std::exchange(pending, {})) with_step(one.step, [&] { report(std::move(one)); });
   };
-  while (state_.step < config_.train.steps && !stopping_) {
+  while (left_to_do() && !stopping_) {
     const int64_t step = state_.step + 1;
     const bool last = step == config_.train.steps;
     const auto due = [&](int64_t every) { return every > 0 && step % every == 0; };
@@ -375,6 +390,9 @@ PretrainLoop::PendingStep PretrainLoop::launch_step(int64_t step, ActionTimer* t
       [&](int64_t i) {
         const bool silent = logger_.silent_for(kLongestSilence);
         if (silent) logger_.progress(fmt::format("step {}  micro-batch {} of {}", step, i + 1, micro_batches));
+        if (stop_->requested() && !std::exchange(stop_told_, true)) {
+          logger_.info("asked to stop: this step or the next is the last, then comes a checkpoint");
+        }
         return load_micro_batch(i);
       },
       targets > 0 ? 1.0 / static_cast<double>(targets) : 0.0, loss_sum, timer);

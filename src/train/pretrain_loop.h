@@ -41,6 +41,8 @@ class PretrainLoop {
   void make_links();
   void make_engine();
   void describe_run();
+  void describe_start();
+  bool left_to_do() const { return state_.step < config_.train.steps; }
   std::optional<Checkpoint> checkpoint_to_resume();
   void resume_from(const Checkpoint& checkpoint);
   void initialize_from(const std::string& path);
@@ -64,7 +66,7 @@ class PretrainLoop {
   std::unique_ptr<MoeModel> model_;
   double flops_per_token_ = 0;  // of a forward
   at::Device device_;
-  std::optional<FileLock> lock_, checkpoint_lock_;  // of log.dir, and of a checkpoint.dir elsewhere
+  std::optional<FileLock> lock_, checkpoint_lock_;  // of log.dir and checkpoint.dir
   std::optional<BatchLoader> loader_;
   TrainerState state_;
   std::vector<SideFile> tokenizer_files_;
@@ -80,6 +82,7 @@ class PretrainLoop {
 
   int64_t saved_step_ = -1;
   StopSignal* stop_ = nullptr;
+  bool stop_told_ = false;  // to the user
   bool stopping_ = false;
   std::optional<DeviceMark> last_end_;  // of a step or validation, where the next one's time begins
 };

@@ -107,7 +107,7 @@ def signals_save(scratch):
         finish(process, 0, 30)
         last = max(metrics(folder))
         saved = sorted(p.name for p in (folder / "checkpoints").iterdir())
-        assert saved == [f"step-{last:08}"], (saved, last)
+        assert saved == ["lock", f"step-{last:08}"], (saved, last)
         print(f"{name}: saved step {last}, exit 0")
 
 

@@ -87,6 +87,7 @@ def resume_is_exact():
         check(long.wait() == 0, "run with a checkpoint at step 10")
         shutil.rmtree(WORK / f"{name}-parts/checkpoints/step-00000020")
         done = marrow("pretrain", parts, "--set", "log.every=3")
+        check(re.search(rf"^{TINY}, 4 layers, on cpu in (fp32|bf16): pp 1 x .*{name}-parts$", done.stderr, re.M), done.stderr)
         check(done.returncode == 0 and "at step 10, with other settings: " in done.stderr and
               re.search(r"settings: (checkpoint.every = \d+, )?log.every = 3$", done.stderr, re.M), done.stderr)
         one, two = metrics(f"{name}-whole"), metrics(f"{name}-parts")
@@ -200,7 +201,7 @@ def full_disk():
     refused(marrow("pretrain", path, "--set", "train.steps=20", limit=200_000), 4, "bytes")
     check(hashes(WORK / "disk/checkpoints/step-00000010") == before, "the earlier checkpoint is whole")
     left = sorted(p.name for p in (WORK / "disk/checkpoints").iterdir())
-    check(left == ["step-00000010"], f"left behind: {left}")
+    check(left == ["lock", "step-00000010"], f"left behind: {left}")
 
 
 def divergence():
@@ -228,6 +229,10 @@ def new_runs_keep_apart():
     base = toml("first", train__steps=4, optimizer__warmup_steps=0)
     check(marrow("pretrain", base).returncode == 0, "run")
     refused(marrow("pretrain", base, "--set", "checkpoint.resume=false"), 2, "checkpoint.resume")
+    told = (WORK / "first/run.toml").read_text()
+    done = marrow("pretrain", base, "--set", "optimizer.lr=0.5")
+    check(done.returncode == 0 and "lr = 0.5" in done.stderr and "nothing to train: " in done.stderr, done.stderr)
+    check((WORK / "first/run.toml").read_text() == told, "run.toml tells how the steps were made")
     tiny = json.loads(TINY.read_text())
     (WORK / "theta.json").write_text(json.dumps(tiny | {"rope_theta": 5.0}))
     new = {"model__init_from": str(WORK / "first"), "train__steps": 4, "optimizer__warmup_steps": 0}
@@ -266,6 +271,8 @@ def new_runs_keep_apart():
     while not (WORK / "twice/metrics.jsonl").exists():
         time.sleep(0.05)
     refused(marrow("pretrain", WORK / "twice.toml"), 2, "another run holds")
+    refused(marrow("pretrain", toml("third", checkpoint__dir=str(WORK / "twice/checkpoints"))), 2, "another run holds",
+            "checkpoint.dir")
     run.kill()
     run.wait()
 
@@ -431,9 +438,13 @@ def long_steps_are_told(run, since):
     while "step 1  micro-batch " not in text and time.time() < since + 200:
         time.sleep(0.2)
         text = (WORK / "long-step.txt").read_text()
+    run.send_signal(signal.SIGINT)
+    while "\nasked to stop: " not in text and time.time() < since + 260:
+        time.sleep(0.2)
+        text = (WORK / "long-step.txt").read_text()
     run.kill()
     run.wait()
-    check(text.startswith("step 1  micro-batch ") and " of 524288\n" in text, f"progress of a long step: {text}")
+    check(re.search("^step 1  micro-batch .* of 524288\n(.*\n)*asked to stop: ", text, re.M), f"a long step: {text}")
 
 
 def main():
