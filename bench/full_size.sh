@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Full-size models on 4 or 8 GPUs of one host: bench/full_size.sh GROUP [OUT_FOLDER [NAMES]]; each run gets 110 s (of
-# shared 140), so that a group takes under 10 minutes (loss 11), and writes OUT_FOLDER/NAME.json a run. On a machine with the bundle, or with $MARROW and its libraries at hand.
+# shared 140), so that a group takes under 10 minutes (loss 11), and writes OUT_FOLDER/NAME.json a run. On a machine
+# with the bundle, or with $MARROW and its libraries at hand.
 #   estimate          no GPU: the memory of every run below; FAIL where one does not fit
 #   natural, forced   8 GPUs: Qwen3-30B-A3B with 48 layers on ep 8, pp 2 x ep 4, pp 4 x ep 2, dp 8 by layers
 #   muon              the same with Muon, natural routing

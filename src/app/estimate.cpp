@@ -97,8 +97,7 @@ int run_estimate(const CommandLine& args) {
   const int64_t most = largest(estimate);
   const bool fits = static_cast<double>(most) <= memory;
   const bool gpu = config.train.device == TrainDevice::kGpu;
-  constexpr const char* dtypes[] = {"bf16", "fp32", "fp8"};
-  const char* dtype = dtypes[static_cast<size_t>(config.train.dtype)];
+  const char* dtype = dtype_name(config.train.dtype);
 
   int64_t save_copy = 0;
   std::string list;

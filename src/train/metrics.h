@@ -17,9 +17,8 @@ struct StepMetrics {
   std::vector<double> balance_loss_per_layer;
   double grad_norm = 0;  // before clipping
   double lr = 0;
-  int64_t tokens = 0;  // of this step
-  double step_seconds =
-      0;  // on the device, since the end of the step or validation before: data, saving, logging count
+  int64_t tokens = 0;       // of this step
+  double step_seconds = 0;  // on the device, from the end of the step or validation before: data and saving count
   double tokens_per_second = 0;
   double tflops_per_gpu = 0;
   double mfu = 0;  // NaN where the device's peak is unknown: null in the file

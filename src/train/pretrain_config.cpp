@@ -224,7 +224,7 @@ std::vector<Key> all_keys(PretrainConfig& config) {
       integer("train.micro_batch", train.micro_batch, "sequences of one pass on a rank", 1, kMaxBatch),
       integer("train.seed", train.seed, "of initial values and data order", 0, INT64_MAX),
       choice("train.device", train.device, {"cpu", "gpu"}, "default: a GPU where there is one"),
-      choice("train.dtype", train.dtype, {"bf16", "fp32", "fp8"},
+      choice("train.dtype", train.dtype, {std::begin(kTrainDtypeNames), std::end(kTrainDtypeNames)},
              "of the passes; default: bf16 on a GPU, fp32 on the CPU; fp8: bf16 with weights' products in E4M3"),
       flag("train.fp8_at_any_size", train.fp8_at_any_size, "also where bf16 is faster: to see what fp8 does to a loss"),
       flag("train.deterministic", train.deterministic, "bitwise equal runs on one mesh"),

@@ -12,6 +12,8 @@ enum class LearningRateSchedule { kWsd, kCosine, kConstant };
 enum class OptimizerName { kAdamW, kMuon };
 enum class Recompute { kNone, kCheap, kLayer };
 enum class TrainDtype { kBf16, kFp32, kFp8 };  // kFp8: bf16, with products of weights in E4M3
+inline constexpr const char* kTrainDtypeNames[] = {"bf16", "fp32", "fp8"};
+inline const char* dtype_name(TrainDtype dtype) { return kTrainDtypeNames[static_cast<size_t>(dtype)]; }
 enum class TrainDevice { kCpu, kGpu };
 enum class ShardMode { kStep, kLayer };
 

@@ -209,10 +209,9 @@ void PretrainLoop::describe_start() {
   const auto& [model, data, mesh, train, o, router, checkpoint, log, origin] = config_;
   const auto epochs = static_cast<double>(train.steps) * static_cast<double>(train.global_batch) /
                       static_cast<double>(loader_->samples_per_epoch());
-  constexpr const char* dtypes[] = {"bf16", "fp32", "fp8"};
   logger_.info(fmt::format("{}, {} layers, on {} in {}: {}, {} tokens a step, {:.2f} epochs in all; {}", model.config,
-                           model_->shape().layers, device_.str(), dtypes[static_cast<int>(train.dtype)],
-                           mesh_text(mesh), train.global_batch * data.seq_len, epochs, log.dir));
+                           model_->shape().layers, device_.str(), dtype_name(train.dtype), mesh_text(mesh),
+                           train.global_batch * data.seq_len, epochs, log.dir));
   if (left_to_do()) return;
   logger_.warn(fmt::format("nothing to train: {} is at step {}, train.steps is {}; raise it, or set another log.dir",
                            checkpoint.dir, state_.step, train.steps));
@@ -221,7 +220,7 @@ void PretrainLoop::describe_start() {
 // What a checkpoint says of the run and its data, read once: the files may be gone when it is saved.
 void PretrainLoop::describe_run() {
   state_.optimizer = config_.optimizer.name == OptimizerName::kMuon ? "muon" : "adamw";
-  state_.state_dtype = config_.optimizer.state_dtype == TrainDtype::kBf16 ? "bf16" : "fp32";
+  state_.state_dtype = dtype_name(config_.optimizer.state_dtype);
   state_.seed = config_.train.seed;
   state_.seq_len = config_.data.seq_len;
   state_.mask_documents = config_.data.mask_documents;
@@ -390,7 +389,8 @@ PretrainLoop::PendingStep PretrainLoop::launch_step(int64_t step, ActionTimer* t
       [&](int64_t i) {
         const bool silent = logger_.silent_for(kLongestSilence);
         if (silent) logger_.progress(fmt::format("step {}  micro-batch {} of {}", step, i + 1, micro_batches));
-        if (stop_->requested() && !std::exchange(stop_told_, true)) {
+        if (!stop_told_ && stop_->requested()) {
+          stop_told_ = true;
           logger_.info("asked to stop: this step or the next is the last, then comes a checkpoint");
         }
         return load_micro_batch(i);
